@@ -22,9 +22,10 @@ from async_grpo.messages import MicroBatch
 from async_grpo.modeling import full_tensor, packed
 from async_grpo.modeling.policy import PolicyModel
 from async_grpo.training.accumulator import GradientAccumulator
+from async_grpo.training.batch_tensors import BatchTensors
 from async_grpo.training.config import OptimizerConfig
 from async_grpo.training.distributed import Ranks, distributed_run
-from async_grpo.training.objective import BatchTensors, Objective
+from async_grpo.training.objective import Objective
 from async_grpo.training.optimizer import build_policy_optimizer
 from async_grpo.training.sharding import shard_policy
 from async_grpo.types import PROMPT_TOKEN

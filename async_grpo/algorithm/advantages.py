@@ -292,6 +292,7 @@ ADVANTAGE_ESTIMATORS: dict[str, Estimator] = {
     "rloo": Estimator(outcomes.rloo, group_local=True, sums=True),
     "opo": Estimator(outcomes.opo, group_local=True, sums=True),
     "grpo_passk": Estimator(outcomes.grpo_passk, group_local=True, sums=True),
+    "max_rl": Estimator(outcomes.max_rl, group_local=True, sums=True),
     "remax": Estimator(processes.remax, group_local=True, needs_group=False, flat_between_rewards=True),
     "gpg": Estimator(outcomes.gpg, sums=True),
     "grpo_batch_std": Estimator(outcomes.grpo_batch_std, sums=True),

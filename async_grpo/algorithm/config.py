@@ -3,11 +3,11 @@
 Rules that involve two options are in `config/compatibility.py`. Nothing here imports torch, which `--help` does not need.
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from async_grpo.algorithm.settings import parse_settings
 from async_grpo.algorithm.teacher_config import TeacherConfig
 from async_grpo.messages import Truncation
 from async_grpo.options.fields import (
@@ -18,9 +18,7 @@ from async_grpo.options.fields import (
     TABLE,
     Range,
     dashed,
-    is_number,
     option,
-    parse_assignments,
     refuse,
 )
 from async_grpo.options.source_file import absolute, find_entry, is_file
@@ -28,19 +26,6 @@ from async_grpo.options.source_file import absolute, find_entry, is_file
 if TYPE_CHECKING:
     from async_grpo.algorithm.advantages import Estimator
     from async_grpo.algorithm.losses import PolicyLoss
-
-# Allowed ranges of options by name, for every estimator or loss that has them. clip_low is at most 1, because a ratio
-# is never below 0
-RANGES = {
-    "estimator-options": {
-        **dict.fromkeys(("gamma", "lam", "critic_lam", "decay"), SHARE),
-        **dict.fromkeys(("eps", "alpha"), NOT_NEGATIVE),
-    },
-    "loss-options": {
-        "clip_low": SHARE,
-        **dict.fromkeys(("clip_high", "eps_low", "eps_high", "coef"), NOT_NEGATIVE),
-    },
-}
 
 TOP_K = Range("must be 0 (all tokens) or a number of tokens", lambda value: value >= -1)
 
@@ -134,6 +119,29 @@ class AlgorithmConfig(TeacherConfig):
     kl_in_reward: bool = _algorithm(
         False, "Subtract the KL divergence from the reward instead of adding it to the loss."
     )
+    unbiased_kl: bool = _algorithm(
+        False,
+        "Multiply the KL estimate of each token by the policy ratio, which also gets a gradient (DeepSeek-V3.2). The "
+        "estimate is then right for samples of the policy that --old-policy names.",
+    )
+    log_ratio_coef: float = _algorithm(
+        0.0,
+        "Weight of the squared log-ratio to the policy that --old-policy names, which pulls the policy back to it; 0 "
+        "leaves it out.",
+        range=NOT_NEGATIVE,
+    )
+    top_entropy_quantile: float = _algorithm(
+        1.0,
+        "Share of each step's tokens, those with the highest entropy, that get a policy loss. By default all tokens do.",
+        range=SHARE,
+    )
+
+    observation_coef: float = _algorithm(
+        0.0,
+        "Weight of the mean cross-entropy of the tokens that an environment wrote after the first turn, such as the "
+        "answers of tools (ECHO); 0 leaves it out.",
+        range=NOT_NEGATIVE,
+    )
 
     old_policy: str = off_policy(
         "behaviour",
@@ -179,6 +187,12 @@ class AlgorithmConfig(TeacherConfig):
     )
     rejection_high: float | None = off_policy(
         None, "Highest accepted value of --rejection-statistic. By default there is none.", unbounded=True
+    )
+    off_policy_mask_threshold: float | None = off_policy(
+        None,
+        "Leave tokens with a negative advantage out of the policy loss if the engine's log-probs of their sequence exceed "
+        "the trainer's by more than this number of nats per token, on average (DeepSeek-V3.2). By default none are.",
+        range=NOT_NEGATIVE,
     )
     float32_head: bool = off_policy(
         False, "Have the engines compute logits in float32, as the trainer always does."
@@ -291,7 +305,7 @@ class AlgorithmConfig(TeacherConfig):
             ConfigurationError: The estimator has no such option, or a value does not fit it.
         """
         owner = f"--advantage-estimator {self.advantage_estimator}"
-        return _settings("estimator-options", self.estimator_options, self.estimator.options, owner)
+        return parse_settings("estimator-options", self.estimator_options, self.estimator.options, owner)
 
     @property
     def loss_settings(self) -> dict[str, Any]:
@@ -302,7 +316,9 @@ class AlgorithmConfig(TeacherConfig):
         """
         name = self.policy_loss
         defaults = self.loss.options
-        options = _settings("loss-options", self.loss_options, defaults, f"the loss {name} (--loss-options)")
+        options = parse_settings(
+            "loss-options", self.loss_options, defaults, f"the loss {name} (--loss-options)"
+        )
         for clip in ("clip_low", "clip_high"):
             value = getattr(self, clip)
             if value is None:
@@ -329,6 +345,11 @@ class AlgorithmConfig(TeacherConfig):
         return None if rule == Truncation() else rule
 
     @property
+    def uses_ratio_beside_loss(self) -> bool:
+        """Return whether a term of the loss other than the policy loss contains the policy ratio."""
+        return self.unbiased_kl or self.log_ratio_coef > 0
+
+    @property
     def loss_kl_coef(self) -> float:
         """Return the weight of the KL penalty in the loss."""
         return 0.0 if self.kl_in_reward else self.kl_coef
@@ -342,35 +363,3 @@ class AlgorithmConfig(TeacherConfig):
     def reward_kl_coef(self) -> float:
         """Return the weight of the KL penalty that is subtracted from the reward."""
         return self.kl_coef if self.kl_in_reward else 0.0
-
-
-def _settings(flag: str, text: str, defaults: Mapping[str, Any], owner: str) -> dict[str, Any]:
-    """Return the options in a text of assignments (NAME=VALUE,NAME=VALUE), by name.
-
-    Args:
-        flag: Name of the option that holds the text.
-        text: The assignments.
-        defaults: Options of the estimator or loss, and their defaults.
-        owner: The estimator or loss, for the error messages.
-
-    Raises:
-        ConfigurationError: An option does not exist, or a value has another type than its default or is out of range.
-    """
-    settings = parse_assignments(text, flag)
-    for name, value in settings.items():
-        refuse(name not in defaults, f"{owner} has no option {name}; it has {', '.join(defaults) or 'none'}")
-        match defaults[name]:
-            case bool():
-                is_right_kind = isinstance(value, bool)
-                problem = "must be true or false"
-            case str():
-                is_right_kind = isinstance(value, str)
-                problem = "must be a word"
-            case default:
-                is_right_kind = is_number(value) or value is default is None
-                problem = "is no finite number"
-        refuse(not is_right_kind, f"{owner}: {name}={value} {problem}")
-        allowed = RANGES[flag].get(name)
-        is_outside = allowed is not None and value is not None and not allowed.holds(value)
-        refuse(is_outside, f"--{flag} {name}={value}: it {allowed and allowed.says}")
-    return settings

@@ -66,6 +66,7 @@ def kl_penalty(
     kind: str,
     *,
     clamp: float | None = None,
+    log_ratio: Float[Tensor, "*shape"] | None = None,
 ) -> Float[Tensor, "*shape"]:
     """Return the per-token KL estimate in nats.
 
@@ -84,6 +85,9 @@ def kl_penalty(
         kind: A name of KL_KINDS.
         clamp: Restrict the value to [-clamp, clamp]. The gradient of a clamped value is 0, except that a `+` kind keeps
             the gradient of k2. None does not clamp.
+        log_ratio: log(pi / pi_old) with its gradient, if pi_old sampled the tokens. The estimate is multiplied by the
+            ratio pi / pi_old (DeepSeek-AI 2025, "DeepSeek-V3.2", eq. 7). For k1 and k3, value and gradient then average
+            to those of KL(pi || ref) over samples of pi_old.
 
     Raises:
         ConfigurationError: The kind is unknown, or the clamp is not positive.
@@ -92,6 +96,9 @@ def kl_penalty(
     1.0
     >>> kl_penalty(torch.tensor(-9.), torch.tensor(-1.), "k3", clamp=10).item()  # e^8 - 1 - 8 = 2972
     10.0
+    >>> half = torch.tensor(0.5)
+    >>> round(kl_penalty(half, torch.tensor(0.), "k3", log_ratio=torch.tensor(1.25).log()).item(), 6)  # 1.25 * 0.106531
+    0.133163
     """
     refuse(kind not in KL_KINDS, f"unknown KL estimator {kind!r}; choose one of {', '.join(KL_KINDS)}")
     is_bad_clamp = clamp is not None and not clamp > 0
@@ -103,4 +110,6 @@ def kl_penalty(
     if kind.endswith("+"):
         k2 = KL_KINDS["k2"](difference)
         value = value.detach() + (k2 - k2.detach())
+    if log_ratio is not None:
+        value = value * log_ratio.exp()
     return value

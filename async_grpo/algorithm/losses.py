@@ -159,6 +159,7 @@ POLICY_LOSSES: dict[str, PolicyLoss] = {
     "dppo_tv": PolicyLoss(policy_losses.dppo_tv),
     "dppo_kl": PolicyLoss(policy_losses.dppo_kl),
     "topr": PolicyLoss(policy_losses.topr, sequence_level=True),
+    "vespo": PolicyLoss(policy_losses.vespo, sequence_level=True),
     "dro": PolicyLoss(policy_losses.dro, idle_at_ratio_one=True),
     "clip_cov": PolicyLoss(covariance.clip_cov, scores=covariance.clip_cov_scores),
     "kl_cov": PolicyLoss(covariance.kl_cov, idle_at_ratio_one=True, scores=covariance.kl_cov_scores),

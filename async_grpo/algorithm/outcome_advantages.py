@@ -19,6 +19,9 @@ from torch import Tensor
 
 from async_grpo.algorithm.statistics import Groups, divide_or_zero, power_of_two_near, whitened
 
+# `max_rl` takes a mean that is a smaller share of the group's largest score for 0
+SMALLEST_MEAN = 1e-6
+
 
 def sample_scores(rewards: Float64[Tensor, "batch tokens"]) -> Float64[Tensor, "batch 1"]:
     """Return the score s_i of each sample: the sum of its rewards."""
@@ -184,6 +187,29 @@ def grpo_batch_std(
         scale = power_of_two_near(pool.abs().max())
         deviation = scale * (pool / scale).std()
     return divide_or_zero(centred_scores, (deviation + eps).expand_as(centred_scores))
+
+
+def max_rl(
+    rewards: Float64[Tensor, "batch tokens"], used: Shaped[Tensor, "batch tokens"], groups: Groups
+) -> Float64[Tensor, "batch 1"]:
+    """Return (s_i - mean) / mean with the group's mean, or 0 if the mean is not positive (Tajwar et al. 2026, "MaxRL").
+
+    The scores should not be negative. If they are 0 or 1, and p is the probability of a 1, the expected gradient is that
+    of -(sum over k from 1 to n-1 of (1 - p)^k / k), the series of log p up to the order n - 1. So questions that the policy
+    rarely solves count more than with `dr_grpo`, which follows the gradient of p.
+
+    >>> scores = torch.tensor([[1.], [0.], [0.], [0.]])  # mean 1/4
+    >>> ADVANTAGE_ESTIMATORS["max_rl"](scores, torch.ones(4, 1), torch.zeros(4, dtype=int)).flatten()
+    tensor([ 3., -1., -1., -1.])
+    """
+    scores = sample_scores(rewards)
+    participates = groups.participates
+    sizes = groups.total(participates).clamp(min=1)
+    means = groups.total(torch.where(participates, scores, 0)) / sizes
+    largest = -groups.lowest(-scores.abs(), participates)
+    # Scores of both signs may add up to a rounding error in place of 0, by which the advantages must not be divided
+    is_positive = participates & (means > SMALLEST_MEAN * largest)
+    return torch.where(is_positive, dr_grpo(rewards, used, groups) / torch.where(is_positive, means, 1), 0)
 
 
 def reinforce_plus_plus_baseline(

@@ -7,6 +7,7 @@ id, so that it is exact on packed rows. A metric whose name contains `_frac` is 
 mean of the metric is the share of these tokens.
 """
 
+import math
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -15,12 +16,14 @@ from jaxtyping import Bool, Float, Int, Int64, Shaped
 from torch import Tensor
 
 from async_grpo.algorithm.aggregation import compact_ids, sequence_sums
-from async_grpo.algorithm.off_policy import clamp_log_ratio
+from async_grpo.algorithm.off_policy import LOG_RATIO_LIMIT, clamp_log_ratio
 from async_grpo.options.fields import refuse
 
 CAP_MODES = ("drop", "clamp")
 # Lowest value of 1 - p. Near p = 1, log p rounds to 0, so that 1 - p would be 0 and the binary KL infinite
 PROBABILITY_FLOOR = 1e-8
+# Lowest log w of `vespo`: log 1e-8, as in the authors' code
+VESPO_LOWEST_LOG_WEIGHT = math.log(1e-8)
 
 LossAndMetrics = tuple[Float[Tensor, "batch tokens"], dict[str, Shaped[Tensor, "batch tokens"]]]
 
@@ -313,3 +316,30 @@ def topr(batch: LossBatch) -> LossAndMetrics:
     metrics = {"clip_frac_high": is_bad & (sequence_ratio > 1)}
     metrics |= ratio_metrics(batch.ratio) | ratio_metrics(sequence_ratio, "sequence_")
     return -weights * batch.advantages * batch.logprobs, metrics
+
+
+def vespo(
+    batch: LossBatch,
+    *,
+    k_pos: float = 2.0,
+    lambda_pos: float = 3.0,
+    k_neg: float = 3.0,
+    lambda_neg: float = 2.0,
+) -> LossAndMetrics:
+    """Return -sg(phi(w)) A log pi, where w is the product of r over the sequence and phi a smooth weight with phi(1) = 1.
+
+    Shen et al. 2026 ("VESPO"). phi(w) = w^k e^(lambda (1 - w)) falls to 0 on both sides of its maximum at w = k / lambda. k
+    and lambda are `k_pos` and `lambda_pos` where A >= 0, `k_neg` and `lambda_neg` elsewhere. log w is clamped to [log
+    1e-8, 20]. The metrics `sequence_weight_mean` and `sequence_weight_max` describe phi(w).
+    """
+    refuse(
+        min(k_pos, lambda_pos, k_neg, lambda_neg) < 0,
+        f"vespo: k_pos {k_pos}, lambda_pos {lambda_pos}, k_neg {k_neg} and lambda_neg {lambda_neg} cannot be negative",
+    )
+    log_weight = batch.sequence_sum(batch.log_ratio.detach()).clamp(VESPO_LOWEST_LOG_WEIGHT, LOG_RATIO_LIMIT)
+    is_good = batch.advantages >= 0
+    k = torch.full_like(log_weight, k_neg).masked_fill(is_good, k_pos)
+    decay = torch.full_like(log_weight, lambda_neg).masked_fill(is_good, lambda_pos)
+    phi = (k * log_weight + decay * (1 - log_weight.exp())).exp()
+    metrics = {"sequence_weight_mean": phi, "sequence_weight_max": phi}
+    return -phi * batch.advantages * batch.logprobs, metrics | ratio_metrics(batch.ratio)

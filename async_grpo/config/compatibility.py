@@ -8,6 +8,7 @@ import math
 
 from async_grpo.algorithm.flow.windows import MAX_DENOISING_STEPS
 from async_grpo.config.estimator_rules import broken_estimator
+from async_grpo.config.loss_rules import broken_loss_terms
 from async_grpo.config.pass_rules import broken_loss_of_passes, broken_passes, waits_for_passes
 from async_grpo.config.recipes import RECIPES
 from async_grpo.config.reference_rules import broken_reference, broken_reference_transport
@@ -49,6 +50,7 @@ def broken_values(c: RunOptions) -> Broken:
         )
     yield from _broken_sleep(c)
     yield from _broken_rejection(c)
+    yield from broken_loss_terms(c)
     yield from _idle_values(c)
 
 
@@ -56,7 +58,7 @@ def broken_values(c: RunOptions) -> Broken:
 NOT_WITH_DRAWING = """
     environment lora_rank init_adapter kl_in_reward kl_kind kl_clamp entropy_coef float32_head overlong_buffer record
     chat_template chat_template_kwargs system_prompt cpu_offload gradient_checkpointing torch_compile freeze_vision
-    logprob_chunk_size top_p top_k min_p
+    logprob_chunk_size top_p top_k min_p unbiased_kl top_entropy_quantile
 """.split()
 
 
@@ -211,7 +213,7 @@ def _idle_values(c: RunOptions) -> Broken:
     weighs = c.importance_level != "none"
     resamples = c.zero_variance == "resample" or "refill" in c.failure_policies.values()
     for is_used, flags, condition in (
-        (c.kl_coef, "kl_kind kl_clamp kl_in_reward", "--kl-coef above 0: give --kl-coef"),
+        (c.kl_coef, "kl_kind kl_clamp kl_in_reward unbiased_kl", "--kl-coef above 0: give --kl-coef"),
         (
             weighs,
             "importance_mode importance_low importance_high importance_normalize",
@@ -221,6 +223,7 @@ def _idle_values(c: RunOptions) -> Broken:
         (c.optimizer == "muon", "muon_momentum", "--optimizer muon"),
         (c.moves_reference, "ref_mix ref_reset_optimizer", "--ref-update-steps above 0"),
         (c.overlong_buffer, "overlong_penalty", "--overlong-buffer above 0"),
+        (c.environment, "observation_coef", "--environment"),
         (c.has_lora, "lora_alpha lora_targets lora_rslora lora_sync", "--lora-rank above 0"),
         (c.curriculum, "curriculum_up_at curriculum_down_at", "--curriculum"),
         (c.reward_combine == "gate", "gate_threshold", "--reward-combine gate"),
@@ -292,11 +295,14 @@ def _broken_loss(c: RunOptions) -> Broken:
     weighs = c.importance_level != "none"
     yield from broken_loss_of_passes(c)
     uses_proximal = c.old_policy == "proximal" and (weighs or c.rejection_statistic)
-    if not loss.uses_ratio and not uses_proximal:
+    if not loss.uses_ratio and not uses_proximal and not c.uses_ratio_beside_loss:
         yield from idle(
             c, "old_policy", f"with --policy-loss {c.policy_loss}, which has no ratio: leave it out"
         )
-    if is_ratio_one:
+    clip_is_of_recipe = c.clip_high is not None and c.clip_high == RECIPES.get(c.recipe or "", {}).get(
+        "clip_high"
+    )
+    if is_ratio_one and not clip_is_of_recipe:
         warn(c, idle(c, "clip_low clip_high", "with --old-policy current, where every ratio is 1"))
     if is_ratio_one and loss.idle_at_ratio_one:
         yield (

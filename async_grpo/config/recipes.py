@@ -78,7 +78,58 @@ RECIPES: dict[str, dict[str, Any]] = {
         "mask_truncated": False,
         **_NO_KL,
     },
+    # Liu et al. 2026, "LUSPO": GSPO with the sum over each sequence in place of its mean
+    "luspo": {
+        **_GRPO,
+        "policy_loss": "gspo",
+        "clip_low": 2e-3,
+        "clip_high": 2.5e-3,
+        "loss_aggregation": "sequence_mean_token_sum",
+        "mask_truncated": False,
+        **_NO_KL,
+    },
+    # DeepSeek-AI 2025, "DeepSeek-V3.2", eq. 5 to 9. The report does not give the values of clip, KL coefficient and
+    # threshold
+    "deepseek_v32": {
+        **_GRPO,
+        "advantage_estimator": "dr_grpo",
+        **_MEAN_OF_SEQUENCES,
+        "kl_coef": 1e-3,
+        "kl_kind": "k3",
+        "unbiased_kl": True,
+        "off_policy_mask_threshold": 0.5,
+    },
+    # Defaults of TRL 1.16's GRPOTrainer with vLLM: one optimizer step for each generation, so that the policy of the ratio
+    # is the current one
+    "trl": {
+        **_GRPO,
+        "estimator_options": "eps=1e-4",
+        "loss_aggregation": "token_mean",
+        "old_policy": "current",
+        "importance_level": "sequence",
+        "importance_mode": "mask",
+        "importance_high": 3.0,
+        "reward_combine": "sum",
+        "mask_truncated": False,
+        **_NO_KL,
+    },
+    # Defaults of prime-rl of August 2026: DPPO with the total variation, and a squared log-ratio. It has no bound on the
+    # ratio, as which 1e9 counts: the log-ratio is clamped to 20
+    "prime_rl": {
+        "advantage_estimator": "dr_grpo",
+        "policy_loss": "dppo_tv",
+        "loss_options": "eps_low=0.2,eps_high=0.2,clip_c=1e9",
+        "log_ratio_coef": 1e-3,
+        "loss_aggregation": "token_mean",
+        "zero_variance": "filter",
+        "mask_truncated": False,
+        **_NO_KL,
+    },
 }
+
+# Options of a recipe that fit only its own loss or its own estimator
+_OF_THE_LOSS = ("clip_low", "clip_high", "loss_options")
+_OF_THE_ESTIMATOR = ("estimator_options",)
 
 
 def apply_recipe(options: Mapping[str, Any], explicit_names: Collection[str]) -> tuple[dict[str, Any], str]:
@@ -101,10 +152,10 @@ def apply_recipe(options: Mapping[str, Any], explicit_names: Collection[str]) ->
     preset = dict(RECIPES.get(name or "", {}))
     if not preset:
         return dict(options), ""
-    if "policy_loss" in explicit_names and options["policy_loss"] != preset["policy_loss"]:
-        # The recipe's clipping bounds fit only the recipe's own loss
-        preset.pop("clip_low", None)
-        preset.pop("clip_high", None)
+    for owner, names in (("policy_loss", _OF_THE_LOSS), ("advantage_estimator", _OF_THE_ESTIMATOR)):
+        if owner in explicit_names and options[owner] != preset[owner]:
+            for option_name in names:
+                preset.pop(option_name, None)
     user_values = {
         key: options[key] for key in preset if key in explicit_names and options[key] != preset[key]
     }

@@ -23,11 +23,12 @@ from async_grpo.modeling.policy import PolicyModel
 from async_grpo.processes.memory_use import FreedMemory
 from async_grpo.processes.out_of_memory import naming_out_of_memory
 from async_grpo.training.base_reference import add_base_logprobs
+from async_grpo.training.batch_tensors import BatchTensors
 from async_grpo.training.config import OptimizerConfig
 from async_grpo.training.critic import Critic
 from async_grpo.training.distributed import Ranks
 from async_grpo.training.memory_cures import micro_batch_cure, update_cure
-from async_grpo.training.objective import BatchTensors, Objective
+from async_grpo.training.objective import Objective
 from async_grpo.training.rank_memory import RankMemory
 from async_grpo.training.sharding import release_gathered
 from async_grpo.training.whole_step import add_step_terms

@@ -4,7 +4,8 @@ import torch
 
 from async_grpo.modeling.lora import lora_switched_off
 from async_grpo.modeling.policy import PolicyModel
-from async_grpo.training.objective import BatchTensors, Objective
+from async_grpo.training.batch_tensors import BatchTensors
+from async_grpo.training.objective import Objective
 from async_grpo.training.sharding import release_gathered
 
 

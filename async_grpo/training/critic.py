@@ -11,8 +11,9 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from async_grpo.modeling import copies, local_shard
 from async_grpo.modeling.critic import CriticModel
+from async_grpo.training.batch_tensors import BatchTensors
 from async_grpo.training.metric_totals import metric_totals
-from async_grpo.training.objective import BatchTensors, Objective
+from async_grpo.training.objective import Objective
 from async_grpo.training.sharding import release_gathered
 
 

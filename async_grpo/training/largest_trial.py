@@ -15,7 +15,7 @@ from async_grpo.errors import OutOfMemory
 from async_grpo.experience.config import BatchConfig
 from async_grpo.messages import MicroBatch
 from async_grpo.training.accumulator import GradientAccumulator
-from async_grpo.training.objective import BatchTensors
+from async_grpo.training.batch_tensors import BatchTensors
 from async_grpo.training.optimizer import optimizer_state
 
 log = logging.getLogger(__name__)

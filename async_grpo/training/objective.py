@@ -8,115 +8,28 @@ not depend on the packing. Terms that depend on the whole step are computed firs
 from functools import partial
 from typing import Any
 
-import numpy as np
 import torch
-from jaxtyping import Bool, Float, Int, Int64
+from jaxtyping import Bool, Float
 from torch import Tensor
 
 from async_grpo.algorithm.aggregation import count_units, get_aggregation
 from async_grpo.algorithm.config import AlgorithmConfig
 from async_grpo.algorithm.forward_kl import forward_kl
 from async_grpo.algorithm.kl import kl_penalty, kl_since
-from async_grpo.algorithm.off_policy import importance_weights, mismatch_sums, ratio_histogram, rejection_mask
+from async_grpo.algorithm.off_policy import (
+    clamp_log_ratio,
+    importance_weights,
+    mismatch_sums,
+    ratio_histogram,
+    rejection_mask,
+)
+from async_grpo.algorithm.policy_masks import mask_policy_loss
 from async_grpo.algorithm.process_advantages import value_loss
-from async_grpo.allowed_tokens import AllowedTokens
 from async_grpo.errors import ConfigurationError
 from async_grpo.messages import MicroBatch
-from async_grpo.modeling.image_models import ImageInputs
 from async_grpo.modeling.policy import PolicyModel
+from async_grpo.training.batch_tensors import BatchTensors
 from async_grpo.training.metric_totals import metric_totals, or_zeros
-from async_grpo.types import ImageReference
-
-
-class BatchTensors:
-    """A micro-batch on the trainer's device, as one packed row.
-
-    If the objective has terms that depend on the whole step, `whole_step` sets `logprobs`, `kept` and, as far as the
-    objective needs them, `returns`, `old_values`, `selected` and `weight_mean` before the backward pass. It may replace
-    `advantages` and `group_tokens`.
-    """
-
-    returns: Float[Tensor, "1 packed"] | None = None  # targets of the critic
-    old_values: Float[Tensor, "1 packed"] | None = None  # the critic's values before the step
-    selected: Bool[Tensor, "1 packed"] | None = None  # tokens that the losses clip_cov and kl_cov select
-    # KL divergence of each denoising step from the reference policy; set if the policy draws and has a reference
-    kl_to_reference: Float[Tensor, "1 packed"] | None = None
-    # The policy's log-probs of the teacher's most probable tokens, with gradients; `Objective.forward` sets them
-    further_logprobs: Float[Tensor, "1 packed k"] | None = None
-    weight_mean: float | None = None  # mean importance weight of the step, by which the weights are divided
-    # Log-probs under the weights before the first pass over the batch; None in the first pass
-    start_logprobs: Float[Tensor, "1 packed"] | None = None
-
-    # Log-probs under the weights before the step, without gradient
-    logprobs: Float[Tensor, "1 packed"]
-    kept: Bool[Tensor, "1 packed"]  # `mask` without rejected tokens
-
-    input_ids: Int64[Tensor, " packed"]
-    cu_seqlens: Int[Tensor, " boundaries"]
-    mask: Bool[Tensor, "1 packed"]
-    sequence_ids: Int64[Tensor, "1 packed"]
-    group_ids: Int64[Tensor, "1 packed"]
-    group_tokens: Int64[Tensor, "1 packed"]
-    advantages: Float[Tensor, "1 packed"]
-    behaviour_logprobs: Float[Tensor, "1 packed"]
-    ref_logprobs: Float[Tensor, "1 packed"] | None
-    proximal_logprobs: Float[Tensor, "1 packed"] | None
-    # Ids of the teacher's most probable tokens at each position, and the teacher's log-probs of them
-    teacher_top_ids: Int64[Tensor, "packed k"] | None = None
-    teacher_top_logprobs: Float[Tensor, "1 packed k"] | None = None
-    members: Int64[Tensor, "1 packed"] | None
-    times: Int[Tensor, "1 packed"] | None
-    allowed: AllowedTokens | None
-    images: tuple[tuple[ImageReference, ...], ...]
-    # The images as the policy reads them, once `Objective.forward` needs them
-    image_inputs: ImageInputs | None = None
-    latents: Float[Tensor, "packed 2 channels height width"] | None  # set if the policy draws
-
-    def __init__(self, batch: MicroBatch, device: torch.device) -> None:
-        def row(values: np.ndarray) -> Tensor:
-            return torch.tensor(values, device=device)[None]
-
-        def optional_row(values: np.ndarray | None) -> Tensor | None:
-            return None if values is None else row(values)
-
-        is_trained = batch.loss_mask.copy()
-        # The first token of a sequence cannot be trained on, because no token before it predicts it
-        first_tokens = batch.cu_seqlens[:-1]
-        is_trained[first_tokens] = False
-        sequence_ids = batch.sequence_ids()
-
-        self.input_ids = torch.tensor(batch.input_ids, dtype=torch.int64, device=device)  # (N,)
-        self.cu_seqlens = torch.tensor(batch.cu_seqlens)  # (S + 1,)
-        self.mask = row(is_trained)
-        self.sequence_ids = row(sequence_ids)
-        self.group_ids = row(batch.group_ids[sequence_ids])
-        self.group_tokens = row(batch.group_tokens[sequence_ids])
-        self.advantages = row(batch.advantages)
-        self.behaviour_logprobs = row(batch.behaviour_logprobs)
-        self.ref_logprobs = optional_row(batch.ref_logprobs)
-        self.proximal_logprobs = optional_row(batch.proximal_logprobs)
-        if batch.teacher_top is not None:
-            # The id of a missing token is NaN or 0; its log-prob is NaN, so that the id does not matter
-            top_ids = np.nan_to_num(batch.teacher_top[:, 0])
-            self.teacher_top_ids = torch.tensor(top_ids, dtype=torch.int64, device=device)
-            self.teacher_top_logprobs = row(batch.teacher_top[:, 1])
-        # For each token, the index of its sample in the group, and its index in time within its trajectory
-        self.members = None if batch.members is None else row(batch.members[sequence_ids])
-        self.times = optional_row(batch.times)
-        self.allowed = batch.allowed  # the tokens among which each token was sampled
-        self.images = batch.images  # the images of each sequence
-        self.latents = None if batch.latents is None else torch.tensor(batch.latents, device=device)
-        if batch.first_pass is not None:
-            self.start_logprobs = row(batch.first_pass.logprobs)
-            self.returns = optional_row(batch.first_pass.returns)
-            self.old_values = optional_row(batch.first_pass.values)
-            if batch.first_pass.advantages is not None:
-                self.advantages = row(batch.first_pass.advantages)
-
-    @property
-    def is_repeated(self) -> bool:
-        """Return whether an earlier pass has trained on this micro-batch."""
-        return self.start_logprobs is not None
 
 
 class Objective:
@@ -179,10 +92,20 @@ class Objective:
         self.averages_weights = self.has_importance_weights and config.importance_normalize
         # A group's loss is divided by its number of tokens, which must be counted again after tokens are rejected
         self.rejects_from_groups = self.unit == "groups" and config.rejection_statistic is not None
-        # Whether the loss of a micro-batch can be computed only when all micro-batches of the step have arrived
-        self.needs_whole_step = (
-            self.has_critic or self.loss.needs_selection or self.averages_weights or self.rejects_from_groups
+        self.selects_high_entropy = config.top_entropy_quantile < 1
+        # Whether the loss also contains the cross-entropy of the tokens that the environment wrote
+        self.trains_observations = config.observation_coef > 0
+        # Whether terms of the step need a forward pass of all its micro-batches before the first gradient
+        self.needs_first_forward = (
+            self.has_critic
+            or self.loss.needs_selection
+            or self.averages_weights
+            or self.rejects_from_groups
+            or self.selects_high_entropy
+            or (self.trains_observations and config.rejection_statistic is not None)
         )
+        # Whether the loss of a micro-batch can be computed only when all micro-batches of the step have arrived
+        self.needs_whole_step = self.needs_first_forward or self.trains_observations
 
     def check_inputs(self, batch: MicroBatch) -> None:
         """Check that a batch has the reference and proximal log-probs that the objective needs.
@@ -207,6 +130,7 @@ class Objective:
         """Return (log-probs, entropies) of the trained tokens, and with a critic also the values.
 
         With a truncation, the last result is 1 at the tokens that the truncation alone would not keep, and 0 at all others.
+        If the loss contains the cross-entropy of observations, their log-probs are among them.
         """
         masks = None if batch.allowed is None else policy.token_masks(batch.allowed)
         if batch.images and batch.image_inputs is None:
@@ -217,10 +141,11 @@ class Objective:
         options: dict[str, Any] = {} if self.truncation is None else {"truncation": self.truncation}
         if batch.teacher_top_ids is not None:
             options["further_ids"] = batch.teacher_top_ids
+        mask = batch.mask | batch.observations if self.trains_observations else batch.mask
         outputs = policy(
             batch.input_ids,
             batch.cu_seqlens,
-            batch.mask[0],
+            mask[0],
             self.config.temperature,
             masks,
             *images,
@@ -251,6 +176,9 @@ class Objective:
         policy_loss = self.aggregate(token_losses, batch, mask)
         if self.config.loss_kl_coef:
             token_losses = token_losses + self.config.loss_kl_coef * kl
+        if self.config.log_ratio_coef:
+            metrics["log_ratio_square"] = self._log_ratio(logprobs, batch, mask).square()
+            token_losses = token_losses + self.config.log_ratio_coef * metrics["log_ratio_square"]
         if self.config.entropy_coef:
             # Skipped if the coefficient is 0, because the gradient of the entropy costs time in the backward pass
             token_losses = token_losses - self.config.entropy_coef * entropy_of_trained
@@ -264,7 +192,8 @@ class Objective:
             token_losses = token_losses + self.config.critic_coef * value_losses
             metrics |= value_metrics | {"value_loss": value_losses}
         loss = self.aggregate(token_losses, batch, mask)
-
+        cross_entropy = self._cross_entropy_of_observations(logprobs, batch)
+        loss = loss + self.config.observation_coef * cross_entropy * batch.units_per_observation
         if self.truncation is not None:
             metrics["outside_support_share"] = torch.where(mask, further_outputs[-1], 0)
         if batch.start_logprobs is not None:
@@ -272,6 +201,8 @@ class Objective:
         metrics["entropy"] = entropy_of_trained
         metrics["avg_kl_div"] = kl
         totals = metric_totals(metrics)
+        if self.trains_observations:
+            totals["observation_nll"] = cross_entropy.detach() * batch.tokens_per_observation
         totals["avg_loss"] = policy_loss.detach()
         totals["backward_loss"] = loss.detach()
         totals |= count_units(mask, batch.sequence_ids, group_tokens=batch.group_tokens)
@@ -306,7 +237,17 @@ class Objective:
         )
         if self.has_importance_weights:
             metrics["importance_weight"] = options["importance_weights"]
-        return token_losses, metrics
+        token_losses, mask_metrics = mask_policy_loss(
+            token_losses,
+            logprobs,
+            batch.behaviour_logprobs,
+            batch.advantages,
+            mask,
+            threshold=self.config.off_policy_mask_threshold,
+            has_high_entropy=batch.has_high_entropy,
+            sequence_ids=batch.sequence_ids,
+        )
+        return token_losses, metrics | mask_metrics
 
     def _kl_to_reference(
         self, logprobs: Float[Tensor, "1 packed"], batch: BatchTensors, mask: Bool[Tensor, "1 packed"]
@@ -314,12 +255,34 @@ class Objective:
         """Return the KL penalty of each token; 0 if there is no reference, or where the mask is False."""
         if batch.ref_logprobs is None:
             return torch.zeros_like(logprobs)
+        log_ratio = None
+        if self.config.unbiased_kl:
+            log_ratio = clamp_log_ratio(self._log_ratio(logprobs, batch, mask))
         return kl_penalty(
             torch.where(mask, logprobs, 0),
             torch.where(mask, batch.ref_logprobs, 0),
             self.config.kl_kind,
             clamp=self.config.kl_clamp,
+            log_ratio=log_ratio,
         )
+
+    def _log_ratio(
+        self, logprobs: Float[Tensor, "1 packed"], batch: BatchTensors, mask: Bool[Tensor, "1 packed"]
+    ) -> Float[Tensor, "1 packed"]:
+        """Return log(pi / pi_old) with its gradient; 0 where the mask is False.
+
+        It is not clamped, because a clamp would remove the gradient where a pull to the old policy is needed most.
+        """
+        old_logprobs = self.ratio_denominator_logprobs(logprobs, batch)
+        return torch.where(mask, logprobs, 0) - torch.where(mask, old_logprobs, 0)
+
+    def _cross_entropy_of_observations(
+        self, logprobs: Float[Tensor, "1 packed"], batch: BatchTensors
+    ) -> Float[Tensor, ""]:
+        """Return the sum of -log pi over the observations of the micro-batch; 0 if they are not trained on."""
+        if not self.trains_observations:
+            return logprobs.new_zeros(())
+        return -torch.where(batch.observations, logprobs, 0).sum()
 
     def value_losses(
         self, values: Float[Tensor, "1 packed"], batch: BatchTensors, mask: Bool[Tensor, "1 packed"]

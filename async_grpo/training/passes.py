@@ -16,7 +16,7 @@ from torch import Tensor
 from async_grpo.algorithm.pass_plan import PassPlan
 from async_grpo.messages import FirstPass, Message, MicroBatch, SaveRequested, StepEnd, WorkersJoined
 from async_grpo.protocols import ExperienceSource
-from async_grpo.training.objective import BatchTensors
+from async_grpo.training.batch_tensors import BatchTensors
 
 
 @dataclass

@@ -14,8 +14,8 @@ from jaxtyping import Bool, Float, Float64, Int64, Shaped
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
+from async_grpo.training.batch_tensors import BatchTensors
 from async_grpo.training.distributed import Ranks
-from async_grpo.training.objective import BatchTensors
 
 
 @dataclass(frozen=True)

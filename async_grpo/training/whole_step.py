@@ -1,9 +1,10 @@
 """Compute the terms of a loss that depend on all micro-batches of a step, before any gradient is computed.
 
 Some terms are not sums over tokens: whitened advantages with a critic (GAE), importance weights divided by their mean,
-the few tokens with the largest covariance (clip_cov, kl_cov), and the number of tokens of a group that are not rejected
-(prompt_mean). This module computes these terms so that they do not depend on the packing. This takes an additional
-forward pass of every micro-batch.
+the few tokens with the largest covariance (clip_cov, kl_cov), the tokens with the highest entropy
+(`--top-entropy-quantile`), the number of tokens of a group that are not rejected (prompt_mean), and the number of tokens
+of environments (`--observation-coef`). This module computes these terms so that they do not depend on the packing. This
+takes an additional forward pass of every micro-batch, unless only tokens are counted.
 """
 
 import math
@@ -11,18 +12,21 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from jaxtyping import Int64, Shaped
+from jaxtyping import Float, Float64, Int64, Shaped
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
+from async_grpo.algorithm.aggregation import count_units
 from async_grpo.algorithm.covariance import num_selected, select, token_sums, top_scores
 from async_grpo.algorithm.off_policy import weight_totals
 from async_grpo.algorithm.policy_losses import LossBatch
+from async_grpo.algorithm.policy_masks import entropy_scores, num_in_top_quantile
 from async_grpo.algorithm.statistics import merge_moments, whitened, whitening_moments
 from async_grpo.modeling.policy import PolicyModel
+from async_grpo.training.batch_tensors import BatchTensors
 from async_grpo.training.critic import Critic
 from async_grpo.training.distributed import Ranks
-from async_grpo.training.objective import BatchTensors, Objective
+from async_grpo.training.objective import Objective
 from async_grpo.training.sharding import release_gathered
 from async_grpo.training.trajectories import joined_trajectories
 
@@ -49,16 +53,20 @@ def add_step_terms(
         step: Number of the step. It is added to the seed of clip_cov's random selection.
         critic: The critic, if it is a model of its own.
     """
-    with torch.no_grad():
+    if objective.needs_first_forward:
+        with torch.no_grad():
+            for row in rows:
+                row.logprobs, row.entropy, *further_outputs = objective.forward(policy, row)
+                release_gathered(policy)
+                # In later passes over a batch, advantages, returns and old values are those of the first pass
+                if objective.has_value_head and not row.is_repeated:
+                    row.old_values = further_outputs[0]
+                if critic is not None and not row.is_repeated:
+                    row.old_values = critic.values(row)
+                row.kept = objective.kept_tokens(row.logprobs, row)
+    else:
         for row in rows:
-            row.logprobs, _, *further_outputs = objective.forward(policy, row)
-            release_gathered(policy)
-            # In later passes over a batch, advantages, returns and old values are those of the first pass
-            if objective.has_value_head and not row.is_repeated:
-                row.old_values = further_outputs[0]
-            if critic is not None and not row.is_repeated:
-                row.old_values = critic.values(row)
-            row.kept = objective.kept_tokens(row.logprobs, row)
+            row.kept = row.mask
     if objective.has_critic and not rows[0].is_repeated:
         _estimate_advantages(rows, objective, ranks)
     if objective.rejects_from_groups:
@@ -67,6 +75,10 @@ def add_step_terms(
         _average_weights(rows, objective, ranks)
     if objective.loss.needs_selection:
         _select(rows, objective, ranks, step)
+    if objective.selects_high_entropy:
+        _select_high_entropy(rows, objective, ranks)
+    if objective.trains_observations:
+        _count_observations(rows, objective, ranks)
 
 
 def _estimate_advantages(rows: Sequence[BatchTensors], objective: Objective, ranks: Ranks) -> None:
@@ -123,6 +135,28 @@ def _count_kept(rows: Sequence[BatchTensors], ranks: Ranks) -> None:
         row.group_tokens = torch.where(row.kept, counts, 0).long()
 
 
+def _count_observations(rows: Sequence[BatchTensors], objective: Objective, ranks: Ranks) -> None:
+    """Set `units_per_observation` and `tokens_per_observation` from the counts of the step, over all ranks.
+
+    The loss of the step is divided by its number of units at the end. Multiplied by the first ratio, the sum over
+    observations becomes their mean.
+    """
+    num_units = 0.0
+    num_tokens = 0.0
+    num_observations = 0.0
+    for row in rows:
+        counts = count_units(row.kept, row.sequence_ids, group_tokens=row.group_tokens)
+        num_units += counts[objective.unit].item() if objective.unit else 0.0
+        num_tokens += counts["tokens"].item()
+        num_observations += row.observations.sum().item()
+    num_units, num_tokens, num_observations = ranks.sum([num_units, num_tokens, num_observations])
+    if objective.unit is None:
+        num_units = 1.0
+    for row in rows:
+        row.units_per_observation = num_units / max(num_observations, 1.0)
+        row.tokens_per_observation = num_tokens / max(num_observations, 1.0)
+
+
 def _average_weights(rows: Sequence[BatchTensors], objective: Objective, ranks: Ranks) -> None:
     """Set `weight_mean` to the mean importance weight of the step, over all ranks."""
     level = objective.config.importance_level
@@ -153,11 +187,27 @@ def _select(rows: Sequence[BatchTensors], objective: Objective, ranks: Ranks, st
     for batch, row in zip(batches, rows, strict=True):
         scores_of_rows.append(loss.scores(batch, sums, _token_keys(row), **options))
     num_tokens = sums[2].item()
-    count = num_selected(options["ratio"], num_tokens)
-    top_of_rank = top_scores(torch.cat([scores.flatten() for scores in scores_of_rows]), count)
-    threshold = top_scores(ranks.gathered(top_of_rank), count)[-1]
+    threshold = _lowest_of_top(scores_of_rows, num_selected(options["ratio"], num_tokens), ranks)
     for row, scores in zip(rows, scores_of_rows, strict=True):
         row.selected = select(scores, threshold.to(scores.device))
+
+
+def _select_high_entropy(rows: Sequence[BatchTensors], objective: Objective, ranks: Ranks) -> None:
+    """Set `has_high_entropy` to True at the tokens in the top entropy quantile of all ranks."""
+    scores_of_rows = [entropy_scores(row.entropy, row.kept) for row in rows]
+    (num_tokens,) = ranks.sum([float(sum(row.kept.sum().item() for row in rows))])
+    count = num_in_top_quantile(objective.config.top_entropy_quantile, int(num_tokens))
+    threshold = _lowest_of_top(scores_of_rows, count, ranks)
+    for row, scores in zip(rows, scores_of_rows, strict=True):
+        row.has_high_entropy = select(scores, threshold.to(scores.device))
+
+
+def _lowest_of_top(
+    scores_of_rows: Sequence[Float[Tensor, "1 packed"]], count: int, ranks: Ranks
+) -> Float64[Tensor, ""]:
+    """Return the lowest of the `count` highest scores of all ranks, or -inf if there are fewer scores. A collective."""
+    top_of_rank = top_scores(torch.cat([scores.flatten() for scores in scores_of_rows]), count)
+    return top_scores(ranks.gathered(top_of_rank), count)[-1]
 
 
 def _token_keys(row: BatchTensors) -> Int64[Tensor, "1 packed"]:

@@ -32,7 +32,7 @@ from async_grpo.algorithm.statistics import (
 
 NO_BASELINE_OF_THE_BATCH = ("remax", "reinforce_plus_plus", "gae", "decoupled_gae", "running_mean")
 GROUP_BASELINE = [name for name in NAMES if name not in NO_BASELINE_OF_THE_BATCH]
-GROUP_LOCAL = {"grpo", "dr_grpo", "rloo", "opo", "grpo_passk", "remax", "grpo_process"}
+GROUP_LOCAL = {"grpo", "dr_grpo", "rloo", "opo", "max_rl", "grpo_passk", "remax", "grpo_process"}
 REWARDS = torch.tensor([[0.0, 1, 0, 0], [0, 2, 0, 0]])
 MASK = torch.tensor([[True, True, False, False]] * 2)
 NAN_IN_ROW_1 = torch.tensor([[0.0, 0, 0, 0], [math.nan, 0, 0, 0]])

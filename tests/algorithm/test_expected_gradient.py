@@ -36,6 +36,14 @@ def stops_early(logits):
     return logprobs, rewards, torch.tensor([[1, 0], [1, 1], [1, 1], [1, 1]])
 
 
+def right_or_wrong(logits):
+    """Two of the six completions are right: reward 1, and 0 otherwise."""
+    logprobs, _, mask = two_tokens(logits)
+    rewards = torch.zeros(6, 2, dtype=torch.float64)
+    rewards[[1, 5], 1] = 1.0
+    return logprobs, rewards, mask
+
+
 def all_groups(policy, logits, group_size):
     """(the completions of every group (N, G), the probability of the group (N,) with its gradient)."""
     logprobs, rewards, mask = policy(logits)
@@ -94,6 +102,19 @@ def test_remax_expects_the_true_gradient_whatever_its_baseline(policy):
 def test_a_sample_in_its_own_baseline_costs_one_part_in_the_group_size(name, policy, group_size):
     estimate = expected_estimate(policy, name, group_size)
     assert same(estimate, true_gradient(policy) * (group_size - 1) / group_size)
+
+
+@pytest.mark.parametrize("group_size", [2, 3, 4])
+def test_max_rl_follows_the_series_of_the_log_likelihood_up_to_the_order_of_the_group_size_less_one(
+    group_size,
+):
+    estimate = expected_estimate(right_or_wrong, "max_rl", group_size)
+    logits = LOGITS.clone().requires_grad_()
+    logprobs, rewards, _ = right_or_wrong(logits)
+    p = (logprobs.sum(1).exp() * rewards.sum(1)).sum()
+    series = -sum((1 - p) ** k / k for k in range(1, group_size))
+    (expected,) = torch.autograd.grad(series, logits)
+    assert expected.abs().max() > 0.01 and same(estimate, expected)
 
 
 @pytest.mark.parametrize("group_size", [2, 3])

@@ -109,3 +109,27 @@ def test_a_clamp_holds_the_value_and_stops_the_gradient_but_not_that_of_a_plus(
 def test_an_unknown_estimator_and_a_clamp_that_is_not_positive_are_refused(kind, clamp, message):
     with pytest.raises(ConfigurationError, match=re.escape(message)):
         kl_penalty(torch.zeros(1), torch.zeros(1), kind, clamp=clamp)
+
+
+@pytest.mark.parametrize("kind", ["k1", "k3"])
+def test_the_unbiased_kl_averages_over_samples_of_the_old_policy_to_value_and_gradient_of_the_exact_kl(kind):
+    """DeepSeek-V3.2, eq. 7, by enumeration. Without the ratio, both are those of another expectation."""
+    logits, p, q = two_distributions(1.0)
+    old = torch.randn(50, dtype=torch.float64, generator=torch.Generator().manual_seed(7)).log_softmax(0)
+    exact = torch.nn.functional.kl_div(q, p, log_target=True, reduction="sum")
+    (exact_gradient,) = torch.autograd.grad(exact, logits, retain_graph=True)
+    for log_ratio, is_exact in ((p - old, True), (None, False)):
+        average = (old.exp() * kl_penalty(p, q, kind, log_ratio=log_ratio)).sum()
+        (gradient,) = torch.autograd.grad(average, logits, retain_graph=True)
+        assert torch.isclose(average, exact, rtol=1e-10, atol=1e-10).item() == is_exact
+        assert torch.allclose(gradient, exact_gradient, rtol=1e-10, atol=1e-10) == is_exact
+
+
+def test_the_unbiased_kl_is_the_estimate_times_the_ratio_which_has_a_gradient():
+    """d = 0.5: k3 = e^-0.5 - 1 + 0.5 = 0.106531, times 1.25. Its gradient: 1.25 (k3 + 1 - e^-0.5)."""
+    logprobs = torch.tensor(-1.0, dtype=torch.float64, requires_grad=True)
+    old = logprobs.detach() - math.log(1.25)
+    value = kl_penalty(logprobs, logprobs.detach() - 0.5, "k3", log_ratio=logprobs - old)
+    value.backward()
+    assert value.item() == pytest.approx(0.133163, abs=1e-6)
+    assert logprobs.grad.item() == pytest.approx(1.25 * (0.106531 + 1 - math.exp(-0.5)), abs=1e-6)

@@ -69,13 +69,24 @@ def test_float32_rounding_does_not_turn_a_good_sequence_into_a_bad_one():
     assert torch.equal(logprobs.grad, -advantages)
 
 
+@pytest.mark.parametrize("ratio, weight", [(1.0, 1.0), (0.5, 1.120422), (2.0, 0.199148)])
+def test_the_weight_of_vespo_is_1_on_policy_and_falls_on_both_sides_of_its_maximum(ratio, weight):
+    """k 2 and lambda 3 at A >= 0: w^2 e^(3 - 3 w). The product over two tokens is the ratio."""
+    logprobs = torch.zeros(1, 2, requires_grad=True)
+    old = torch.full((1, 2), -math.log(ratio) / 2)
+    loss, metrics = POLICY_LOSSES["vespo"](logprobs, old, torch.ones(1, 2), torch.ones(1, 2))
+    loss.sum().backward()
+    assert logprobs.grad.tolist() == [pytest.approx([-weight, -weight], abs=1e-6)]
+    assert metrics["sequence_weight_mean"].tolist() == [pytest.approx([weight, weight], abs=1e-6)]
+
+
 def test_what_the_trainer_must_know_of_a_loss():
     def having(flag):
         return {name for name, loss in POLICY_LOSSES.items() if getattr(loss, flag)}
 
     assert having("needs_proximal") == PROXIMAL_LOSSES == {"decoupled"}
     assert having("needs_selection") == {"clip_cov", "kl_cov"}
-    assert having("sequence_level") == {"gspo", "geo_mean", "topr"}
+    assert having("sequence_level") == {"gspo", "geo_mean", "topr", "vespo"}
 
 
 @pytest.mark.parametrize("name", list(POLICY_LOSSES))

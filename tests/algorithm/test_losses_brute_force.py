@@ -104,6 +104,10 @@ def brute_force_sequence(name, options, logps, olds, advantages, proximals, sele
             weight = 1 if sum(advantages) >= 0 else min(1.0, mean_ratio)
             held = "high" if sum(advantages) < 0 and mean_ratio > 1 else None
             loss = -weight * a * logp
+        elif name == "vespo":
+            product = math.exp(max(math.log(1e-8), min(20.0, sum(ks))))
+            power, decay = [options[f"{o}_{'pos' if a >= 0 else 'neg'}"] for o in ("k", "lambda")]
+            loss = -(product**power) * math.exp(decay * (1 - product)) * a * logp
         elif name == "dro":
             loss = -(a * logp - options["beta"] / 2 * (logp - old) ** 2)
         elif name == "kl_cov":

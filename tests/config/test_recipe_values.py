@@ -48,6 +48,24 @@ PAPERS = {
     # mean; no KL; truncated samples train. The bound on the binary KL is per token here (dppo_kl)
     "flash_reinforce": {"advantage_estimator": "flash_reinforce", "policy_loss": "dppo_kl", "samples_per_question": 1,
                         "loss_aggregation": "sequence_mean_token_mean", "mask_truncated": False, **NO_KL},
+    # LUSPO, 5.1: clip 2e-3 and 2.5e-3; GSPO's loss times the length of the sequence
+    "luspo": {"advantage_estimator": "grpo", "policy_loss": "gspo", "clip_low": 0.002, "clip_high": 0.0025,
+              "loss_aggregation": "sequence_mean_token_sum", **NO_KL, "mask_truncated": False},
+    # DeepSeek-V3.2, eq. 5: GRPO with the advantage R - mean(R); eq. 7: the unbiased KL; eq. 9: the off-policy mask. The
+    # report gives no numbers: clip 0.2 as GRPO, KL 0.001 as DeepSeek-R1, threshold 0.5 as TRL proposes
+    "deepseek_v32": {"advantage_estimator": "dr_grpo", **PPO_CLIP, "loss_aggregation": "sequence_mean_token_mean",
+                     "mask_truncated": False, "kl_coef": 0.001, "kl_kind": "k3", "unbiased_kl": True,
+                     "off_policy_mask_threshold": 0.5},
+    # GRPOConfig of TRL 1.16: loss_type dapo, epsilon 0.2, beta 0, scale_rewards group (std + 1e-4), rewards added up,
+    # vllm_importance_sampling_mode sequence_mask with clip_max 3, truncated completions are trained on
+    "trl": {"advantage_estimator": "grpo", "estimator_options": "eps=1e-4", **PPO_CLIP, "loss_aggregation": "token_mean",
+            "old_policy": "current", "importance_level": "sequence", "importance_mode": "mask", "importance_high": 3.0,
+            "reward_combine": "sum", "mask_truncated": False, **NO_KL},
+    # prime-rl's default loss: dppo_mask_low and dppo_mask_high 0.2, kl_tau 1e-3, reward minus the group's mean, a mean over
+    # tokens; its filter drops groups without advantage
+    "prime_rl": {"advantage_estimator": "dr_grpo", "policy_loss": "dppo_tv",
+                 "loss_options": "eps_low=0.2,eps_high=0.2,clip_c=1e9", "log_ratio_coef": 0.001,
+                 "loss_aggregation": "token_mean", "zero_variance": "filter", "mask_truncated": False, **NO_KL},
 }  # fmt: skip
 
 

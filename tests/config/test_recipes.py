@@ -36,6 +36,20 @@ def test_the_clip_of_a_recipe_belongs_to_its_loss():
     assert made.policy_loss == "sapo" and made.clip_low is None and made.kl_coef == 0.04
 
 
+def test_the_options_of_a_recipe_belong_to_its_loss_and_its_estimator():
+    changed = {"policy_loss": "gspo", "advantage_estimator": "opo"}
+    for name in ("trl", "prime_rl"):
+        made = RunConfig.from_options(BASE | {"recipe": name} | changed, explicit_names={"recipe", *changed})
+        check_methods(made)
+        assert (made.loss_options, made.estimator_options, made.clip_high) == ("", "", None)
+
+
+def test_a_recipe_does_not_warn_of_its_own_clip_where_every_ratio_is_1(capsys):
+    made = RunConfig.from_options(BASE | {"recipe": "trl"}, explicit_names={"recipe"})
+    check_methods(made)
+    assert "warning" not in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("name", POLICY_LOSSES)
 def test_every_loss_is_reachable_and_brings_its_workers(name):
     made = config(policy_loss=name)

@@ -7,7 +7,7 @@ import pytest
 from checked_run import OUTCOME, STEPS, check, config, steps
 
 from async_grpo.algorithm.advantages import ADVANTAGE_ESTIMATORS
-from async_grpo.config import compatibility, rewards
+from async_grpo.config import compatibility, loss_rules, rewards
 from async_grpo.config.compatibility import check_methods
 from async_grpo.config.run import RunConfig, WorkerConfig
 from async_grpo.errors import ConfigurationError
@@ -85,6 +85,15 @@ VALUES = [  # refused by the configuration itself
     ),
     ({"optimizer": "muon", "lora_rank": 4}, "Muon trains the matrices of a language model"),
     ({"muon_momentum": 0.9}, "--muon-momentum 0.9 does nothing without --optimizer muon"),
+    ({"unbiased_kl": True}, "--unbiased-kl True does nothing without --kl-coef above 0"),
+    ({"unbiased_kl": True, "kl_coef": 0.1, "kl_in_reward": True}, "which needs no correction"),
+    ({"unbiased_kl": True, "kl_coef": 0.1, "kl_kind": "k3+"}, "--kl-kind k3[+] .*use k1 or k3"),
+    ({"unbiased_kl": True, "kl_coef": 0.1, "kl_kind": "k2"}, "use k1 or k3"),
+    ({"log_ratio_coef": 0.1, "old_policy": "current"}, "of the policy to itself is 0"),
+    ({"observation_coef": 0.1, "environment": "guess", "top_p": 0.9}, "does not write by the rules of sampling"),
+    ({"observation_coef": 0.1}, "--observation-coef 0.1 does nothing without --environment"),
+    ({"top_entropy_quantile": 20.0}, "a share between 0 and 1"),
+    ({"off_policy_mask_threshold": -1.0}, "cannot be negative"),
 ]  # fmt: skip
 METHODS = [  # refused once the estimator, the loss, the schedule or the transport is known
     ({"critic_coef": 0.7}, "--critic-coef 0.7 does nothing without an --advantage-estimator that has a critic"),
@@ -200,6 +209,8 @@ def test_what_merely_has_no_effect_is_warned_about(capsys, options, said):
         ({"advantage_estimator": "gae"}, BOTH),
         ({"advantage_estimator": "gdpo", "reward_weights": "overlong=2", "overlong_buffer": 0.2}, OUTCOME),
         ({"old_policy": "proximal", "policy_loss": "grpo", "importance_level": "token"}, OUTCOME),
+        ({"old_policy": "proximal", "policy_loss": "gpg", "log_ratio_coef": 0.1}, OUTCOME),
+        ({"old_policy": "current", "kl_coef": 0.1, "unbiased_kl": True}, OUTCOME),
         ({"old_policy": "proximal", "policy_loss": "gpg", **REJECTION}, OUTCOME),
         ({"reward_combine": "gate"}, {**OUTCOME, "v": vote}),
     ],
@@ -211,7 +222,7 @@ def test_what_goes_together_breaks_no_rule_and_warns_of_nothing(options, adapter
 
 def test_every_rule_speaks_of_options_that_there_are():
     """A renamed option would turn its rules into other errors."""
-    source = inspect.getsource(compatibility) + inspect.getsource(rewards)
+    source = "".join(inspect.getsource(module) for module in (compatibility, loss_rules, rewards))
     spoken = re.findall(r'(?:yield|flags =|idle\(c,|yield \()\s*"([a-z_ ]+)"', source)
     assert len(spoken) > 35
     for flags in spoken:

@@ -186,6 +186,13 @@ def gpg(row, t, peers, members):
     return dr_grpo(row, t, peers, members) * len(members) / max(1, sum(s != 0 for s in scores(members)))
 
 
+def max_rl(row, t, peers, members):
+    mean = fmean(scores(peers))
+    if mean <= 1e-6 * max(map(abs, scores(peers))):
+        return 0.0
+    return (score(row) - mean) / mean
+
+
 def grpo_passk(row, t, peers, members, normalize=True):
     second, first = sorted(scores(peers))[-2:]
     if score(row) != first or first == second:
@@ -263,7 +270,7 @@ def prime_rloo(row, t, peers, members):
     return total
 
 
-OUTCOME = (grpo, dr_grpo, rloo, opo, gpg, grpo_passk, grpo_batch_std, flash_reinforce, running_mean)
+OUTCOME = (grpo, dr_grpo, rloo, opo, max_rl, gpg, grpo_passk, grpo_batch_std, flash_reinforce, running_mean)
 OTHERS = (reinforce_plus_plus, remax, gdpo, gae, decoupled_gae, grpo_process, prime_rloo)
 FORMULAS = {formula.__name__: formula for formula in OUTCOME + OTHERS}
 FORMULAS["reinforce_plus_plus_baseline"] = dr_grpo

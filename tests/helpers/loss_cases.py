@@ -27,6 +27,8 @@ CASES = [
     ("dppo_kl", {}),
     ("dppo_kl", {"eps_low": 0.001, "eps_high": 0.002, "clip_c": 1.2}),
     ("topr", {}),
+    ("vespo", {}),
+    ("vespo", {"k_pos": 1.0, "lambda_pos": 0.5, "k_neg": 0.0, "lambda_neg": 4.0}),
     ("dro", {}),
     ("dro", {"beta": 2.0}),
     ("clip_cov", {"ratio": 1.0, "cov_low": -0.5, "cov_high": 0.8}),  # all candidates: nothing left to chance

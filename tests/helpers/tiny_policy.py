@@ -71,7 +71,8 @@ def critic_policy(chunk_tokens: int = 7, **options: Any) -> PolicyModel:
 
 
 def pack(sequences: list[dict[str, Any]]) -> MicroBatch:
-    """One micro-batch of whole sequences: `ids`, `mask`, `advantages`, `behaviour`, maybe `ref`, `times`, all (L,)."""
+    """One micro-batch of whole sequences: `ids`, `mask`, `advantages`, `behaviour`, maybe `ref`, `times`, `versions`, all
+    (L,)."""
 
     def joined(key: str, dtype: type) -> np.ndarray:
         return np.concatenate([sequence[key] for sequence in sequences]).astype(dtype)
@@ -83,7 +84,9 @@ def pack(sequences: list[dict[str, Any]]) -> MicroBatch:
         loss_mask=joined("mask", bool),
         behaviour_logprobs=joined("behaviour", np.float32),
         advantages=joined("advantages", np.float32),
-        versions=np.zeros(sum(lengths), np.int32),
+        versions=joined("versions", np.int32)
+        if "versions" in sequences[0]
+        else np.zeros(sum(lengths), np.int32),
         group_ids=np.array([sequence.get("group", 0) for sequence in sequences], np.int64),
         group_tokens=np.array([sequence.get("group_tokens", 1) for sequence in sequences], np.int64),
         ref_logprobs=joined("ref", np.float32) if "ref" in sequences[0] else None,

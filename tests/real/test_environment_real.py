@@ -35,7 +35,8 @@ from async_grpo.experience.packing import pack
 from async_grpo.messages import Truncation
 from async_grpo.modeling.load import load_tokenizer
 from async_grpo.modeling.policy import PolicyModel
-from async_grpo.training.objective import BatchTensors, Objective
+from async_grpo.training.batch_tensors import BatchTensors
+from async_grpo.training.objective import Objective
 from async_grpo.types import Prompt, RewardStatus, Sample, Sampling, Tokens, Verdict
 
 pytestmark = pytest.mark.real

@@ -16,7 +16,7 @@ from async_grpo.config.critic_model import check_critic_model
 from async_grpo.config.memory_plan import critic_rank_bytes
 from async_grpo.errors import ConfigurationError
 from async_grpo.modeling.critic import CriticModel
-from async_grpo.training.objective import BatchTensors
+from async_grpo.training.batch_tensors import BatchTensors
 
 OWN_CRITIC = {
     "advantage_estimator": "decoupled_gae",

@@ -21,8 +21,9 @@ from async_grpo.modeling.load import load_causal_lm
 from async_grpo.modeling.lora import lora_switched_off, named_lora_tensors
 from async_grpo.modeling.policy import PolicyModel, named_full_tensors
 from async_grpo.training.base_reference import add_base_logprobs
+from async_grpo.training.batch_tensors import BatchTensors
 from async_grpo.training.export import ModelExporter
-from async_grpo.training.objective import BatchTensors, Objective
+from async_grpo.training.objective import Objective
 from async_grpo.training.sharding import release_gathered
 
 TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]

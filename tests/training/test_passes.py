@@ -22,7 +22,8 @@ from async_grpo.algorithm.pass_plan import PassPlan
 from async_grpo.algorithm.process_advantages import gae_returns, value_loss
 from async_grpo.messages import MicroBatch, SaveRequested, StepEnd, WorkersJoined, dummy_micro_batch
 from async_grpo.modeling.policy import PolicyModel
-from async_grpo.training.objective import BatchTensors, Objective
+from async_grpo.training.batch_tensors import BatchTensors
+from async_grpo.training.objective import Objective
 from async_grpo.training.passes import Passes
 from async_grpo.training.sharding import shard_policy
 from async_grpo.training.trainer import Trainer

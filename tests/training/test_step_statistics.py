@@ -12,7 +12,8 @@ from two_ranks import recording_accumulator
 
 from async_grpo.algorithm.config import AlgorithmConfig
 from async_grpo.modeling.policy import PolicyModel
-from async_grpo.training.objective import BatchTensors, Objective
+from async_grpo.training.batch_tensors import BatchTensors
+from async_grpo.training.objective import Objective
 from async_grpo.training.whole_step import add_step_terms
 
 CPU = torch.device("cpu")

@@ -19,8 +19,9 @@ from async_grpo.experience.group_advantages import GroupAdvantages
 from async_grpo.experience.packing import pack
 from async_grpo.messages import MicroBatch, dummy_micro_batch
 from async_grpo.testing import completion
+from async_grpo.training.batch_tensors import BatchTensors
 from async_grpo.training.distributed import Ranks
-from async_grpo.training.objective import BatchTensors, Objective
+from async_grpo.training.objective import Objective
 from async_grpo.training.whole_step import _estimate_advantages
 from async_grpo.types import AdapterResult, Group, Prompt, RewardStatus, Sample, Turn, Verdict
 

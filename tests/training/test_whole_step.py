@@ -20,12 +20,14 @@ from async_grpo.algorithm.config import AlgorithmConfig
 from async_grpo.algorithm.kl import kl_penalty
 from async_grpo.algorithm.losses import POLICY_LOSSES
 from async_grpo.algorithm.off_policy import importance_weights, rejection_mask
+from async_grpo.algorithm.policy_masks import high_entropy_mask, off_policy_sequence_mask
 from async_grpo.algorithm.process_advantages import value_loss
 from async_grpo.modeling.critic import CriticModel
 from async_grpo.modeling.policy import PolicyModel
 from async_grpo.training.critic import Critic
 from async_grpo.training.objective import Objective
 from async_grpo.training.sharding import shard_policy
+from async_grpo.types import PROMPT_TOKEN
 
 SCALE = 40
 
@@ -74,6 +76,30 @@ CASES = {
     ),
     "critic of its own of several sequences": dict(OWN_CRITIC, estimator_options="gamma=0.9,alpha=0.2"),
     "critic of its own and rejected tokens": dict(OWN_CRITIC, **REJECTED),
+    "off-policy mask": dict(off_policy_mask_threshold=0.2),
+    "off-policy mask of rejected tokens": REJECTED | OF_GROUPS | dict(off_policy_mask_threshold=0.01),
+    "unbiased kl": dict(kl_coef=0.2, unbiased_kl=True),
+    "unbiased kl beside a loss without ratio": dict(
+        policy_loss="gpg", old_policy="proximal", kl_coef=0.2, kl_kind="k1", unbiased_kl=True
+    ),
+    "squared log-ratio": dict(policy_loss="dppo_tv", log_ratio_coef=0.1),
+    "high entropy": dict(top_entropy_quantile=0.3),
+    "high entropy of rejected tokens": REJECTED | OF_GROUPS | dict(top_entropy_quantile=0.5),
+    "high entropy and a critic": dict(GAE, top_entropy_quantile=0.4, entropy_coef=0.1),
+    **{
+        f"observations, {name}": dict(observation_coef=0.3, loss_aggregation=name)
+        for name in ("token_mean", "token_sum", "constant_length", "prompt_mean")
+    },
+    "observations and rejected tokens": REJECTED | OF_GROUPS | dict(observation_coef=0.3),
+    "all terms": dict(
+        kl_coef=0.2,
+        unbiased_kl=True,
+        log_ratio_coef=0.1,
+        off_policy_mask_threshold=0.2,
+        top_entropy_quantile=0.5,
+        observation_coef=0.1,
+        entropy_coef=0.1,
+    ),
 }
 
 
@@ -91,6 +117,10 @@ def minibatch(seed: int, case: str) -> list[dict]:
             sequence["proximal"] = sequence["behaviour"] + rng.normal(0, 0.3, len(sequence["ids"]))
     if "several sequences" in case:
         add_times(sequences, rng)
+    for sequence in sequences:
+        # Half of the tokens that are not trained on were sampled, the others come from the environment
+        is_sampled = sequence["mask"] | (rng.random(len(sequence["ids"])) < 0.5)
+        sequence["versions"] = np.where(is_sampled, 0, PROMPT_TOKEN)
     for sequence in sequences:
         members = [s for s in sequences if s["group"] == sequence["group"]]
         sequence["group_tokens"] = sum(int(s["mask"][1:].sum()) for s in members)
@@ -136,6 +166,22 @@ def gae_in_time(sequences, rewards, values, mask, settings):
             advantages[row, place], returns[row, place] = ahead, ahead_of_critic + value
             value_ahead = value
     return advantages, returns
+
+
+def mean_cross_entropy_of_observations(logprobs, sequences):
+    """Of the environment's tokens after the first sampled one, in sequences with something to train on."""
+    losses = []
+    for row, sequence in enumerate(sequences):
+        if not sequence["mask"][1:].any():
+            continue
+        is_after_a_turn = False
+        for place, version in enumerate(sequence["versions"]):
+            if version != PROMPT_TOKEN:
+                is_after_a_turn = True
+            elif is_after_a_turn:
+                losses.append(-logprobs[row, place])
+    assert len(losses) > 5
+    return torch.stack(losses).mean()
 
 
 def policy_of(objective: Objective) -> PolicyModel:
@@ -248,15 +294,27 @@ def reference_gradients(case, sequences):
     elif config.old_policy == "current":
         old = logprobs.detach()
     loss, _ = objective.loss(logprobs, old, advantages, kept, importance_weights=weights, **options)
+    if config.off_policy_mask_threshold is not None:
+        loss = loss * off_policy_sequence_mask(
+            logprobs, behaviour, advantages, kept, threshold=config.off_policy_mask_threshold
+        )
+    loss = loss * high_entropy_mask(entropy, kept, quantile=config.top_entropy_quantile)
     if config.kl_coef:
-        kl = kl_penalty(logprobs, padded(sequences, "ref"), config.kl_kind, clamp=config.kl_clamp)
+        log_ratio = logprobs - old if config.unbiased_kl else None
+        kl = kl_penalty(
+            logprobs, padded(sequences, "ref"), config.kl_kind, clamp=config.kl_clamp, log_ratio=log_ratio
+        )
         loss = loss + config.kl_coef * torch.where(kept, kl, 0)
+    loss = loss + config.log_ratio_coef * torch.where(kept, (logprobs - old) ** 2, 0)
     loss = loss - config.entropy_coef * torch.where(kept, entropy, 0)
     if objective.has_critic:
         value_losses, _ = value_loss(values, returns, values.detach(), kept, clip=config.critic_clip)
         loss = loss + (config.critic_coef if critic is None else 1.0) * value_losses
     groups = torch.tensor([s["group"] for s in sequences])
-    aggregate_loss(loss, kept, config.loss_aggregation, group_ids=groups, scale=SCALE).backward()
+    total = aggregate_loss(loss, kept, config.loss_aggregation, group_ids=groups, scale=SCALE)
+    if config.observation_coef:
+        total = total + config.observation_coef * mean_cross_entropy_of_observations(logprobs, sequences)
+    total.backward()
     parameters = dict(policy.named_parameters())
     if critic is not None:
         trained = [(name, p) for name, p in critic.named_parameters() if p.requires_grad]
@@ -308,3 +366,16 @@ def test_diagnostics_are_reported_whatever_the_loss(two_ranks):
     share = {case: metrics["rejected_share"] for case, (metrics, _) in two_ranks.items()}
     assert share["rejected tokens"] > 0.1 and share["rejected sequences"] > 0.1 and share["ppo_clip"] == 0
     assert two_ranks["critic"][0]["explained_variance"] < 1
+
+
+@pytest.mark.slow
+def test_the_masks_and_terms_of_the_step_report_what_they_did(two_ranks):
+    metrics = {case: values for case, (values, _) in two_ranks.items()}
+    assert 0.05 < metrics["off-policy mask"]["off_policy_masked_frac"] < 0.95
+    assert metrics["high entropy"]["high_entropy_frac"] == pytest.approx(0.3, abs=0.02)
+    assert metrics["high entropy of rejected tokens"]["high_entropy_frac"] == pytest.approx(0.5, abs=0.02)
+    assert metrics["squared log-ratio"]["log_ratio_square"] > 0.1
+    # The mean over observations, and not over trained tokens: near the entropy of a uniform choice of 100 tokens
+    for case in ("observations, token_sum", "observations, prompt_mean", "all terms"):
+        assert 2 < metrics[case]["observation_nll"] < 12
+    assert "observation_nll" not in metrics["ppo_clip"]

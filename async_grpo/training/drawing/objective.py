@@ -6,7 +6,8 @@ from torch import Tensor
 
 from async_grpo.errors import ConfigurationError
 from async_grpo.messages import MicroBatch
-from async_grpo.training.objective import BatchTensors, Objective
+from async_grpo.training.batch_tensors import BatchTensors
+from async_grpo.training.objective import Objective
 
 
 class FlowObjective(Objective):

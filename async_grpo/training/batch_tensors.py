@@ -1,0 +1,112 @@
+"""`BatchTensors`: a micro-batch as tensors on the trainer's device."""
+
+import numpy as np
+import torch
+from jaxtyping import Bool, Float, Int, Int64
+from torch import Tensor
+
+from async_grpo.allowed_tokens import AllowedTokens
+from async_grpo.messages import MicroBatch
+from async_grpo.modeling.image_models import ImageInputs
+from async_grpo.training.observations import observation_mask
+from async_grpo.types import ImageReference
+
+
+class BatchTensors:
+    """A micro-batch on the trainer's device, as one packed row.
+
+    If the objective has terms that depend on the whole step, `whole_step` sets `logprobs`, `kept` and, as far as the
+    objective needs them, `returns`, `old_values`, `selected`, `has_high_entropy`, `weight_mean`,
+    `units_per_observation` and `tokens_per_observation` before the backward pass. It may replace `advantages` and
+    `group_tokens`.
+    """
+
+    returns: Float[Tensor, "1 packed"] | None = None  # targets of the critic
+    old_values: Float[Tensor, "1 packed"] | None = None  # the critic's values before the step
+    selected: Bool[Tensor, "1 packed"] | None = None  # tokens that the losses clip_cov and kl_cov select
+    # tokens whose entropy is high enough for a policy loss; None: all
+    has_high_entropy: Bool[Tensor, "1 packed"] | None = None
+    # KL divergence of each denoising step from the reference policy; set if the policy draws and has a reference
+    kl_to_reference: Float[Tensor, "1 packed"] | None = None
+    # The policy's log-probs of the teacher's most probable tokens, with gradients; `Objective.forward` sets them
+    further_logprobs: Float[Tensor, "1 packed k"] | None = None
+    weight_mean: float | None = None  # mean importance weight of the step, by which the weights are divided
+    # Log-probs under the weights before the first pass over the batch; None in the first pass
+    start_logprobs: Float[Tensor, "1 packed"] | None = None
+    # Divisor of the step's loss, and number of tokens in the step, each divided by the step's number of observations
+    units_per_observation: float = 0.0
+    tokens_per_observation: float = 0.0
+
+    # Log-probs and entropies under the weights before the step, without gradient
+    logprobs: Float[Tensor, "1 packed"]
+    entropy: Float[Tensor, "1 packed"]
+    kept: Bool[Tensor, "1 packed"]  # `mask` without rejected tokens
+
+    input_ids: Int64[Tensor, " packed"]
+    cu_seqlens: Int[Tensor, " boundaries"]
+    mask: Bool[Tensor, "1 packed"]
+    observations: Bool[Tensor, "1 packed"]  # tokens that the environment wrote after the policy's first turn
+    sequence_ids: Int64[Tensor, "1 packed"]
+    group_ids: Int64[Tensor, "1 packed"]
+    group_tokens: Int64[Tensor, "1 packed"]
+    advantages: Float[Tensor, "1 packed"]
+    behaviour_logprobs: Float[Tensor, "1 packed"]
+    ref_logprobs: Float[Tensor, "1 packed"] | None
+    proximal_logprobs: Float[Tensor, "1 packed"] | None
+    # Ids of the teacher's most probable tokens at each position, and the teacher's log-probs of them
+    teacher_top_ids: Int64[Tensor, "packed k"] | None = None
+    teacher_top_logprobs: Float[Tensor, "1 packed k"] | None = None
+    members: Int64[Tensor, "1 packed"] | None
+    times: Int[Tensor, "1 packed"] | None
+    allowed: AllowedTokens | None
+    images: tuple[tuple[ImageReference, ...], ...]
+    # The images as the policy reads them, once `Objective.forward` needs them
+    image_inputs: ImageInputs | None = None
+    latents: Float[Tensor, "packed 2 channels height width"] | None  # set if the policy draws
+
+    def __init__(self, batch: MicroBatch, device: torch.device) -> None:
+        def row(values: np.ndarray) -> Tensor:
+            return torch.tensor(values, device=device)[None]
+
+        def optional_row(values: np.ndarray | None) -> Tensor | None:
+            return None if values is None else row(values)
+
+        is_trained = batch.loss_mask.copy()
+        # The first token of a sequence cannot be trained on, because no token before it predicts it
+        first_tokens = batch.cu_seqlens[:-1]
+        is_trained[first_tokens] = False
+        sequence_ids = batch.sequence_ids()
+
+        self.input_ids = torch.tensor(batch.input_ids, dtype=torch.int64, device=device)  # (N,)
+        self.cu_seqlens = torch.tensor(batch.cu_seqlens)  # (S + 1,)
+        self.mask = row(is_trained)
+        self.observations = row(observation_mask(batch, is_trained))
+        self.sequence_ids = row(sequence_ids)
+        self.group_ids = row(batch.group_ids[sequence_ids])
+        self.group_tokens = row(batch.group_tokens[sequence_ids])
+        self.advantages = row(batch.advantages)
+        self.behaviour_logprobs = row(batch.behaviour_logprobs)
+        self.ref_logprobs = optional_row(batch.ref_logprobs)
+        self.proximal_logprobs = optional_row(batch.proximal_logprobs)
+        if batch.teacher_top is not None:
+            # The id of a missing token is NaN or 0; its log-prob is NaN, so that the id does not matter
+            top_ids = np.nan_to_num(batch.teacher_top[:, 0])
+            self.teacher_top_ids = torch.tensor(top_ids, dtype=torch.int64, device=device)
+            self.teacher_top_logprobs = row(batch.teacher_top[:, 1])
+        # For each token, the index of its sample in the group, and its index in time within its trajectory
+        self.members = None if batch.members is None else row(batch.members[sequence_ids])
+        self.times = optional_row(batch.times)
+        self.allowed = batch.allowed  # the tokens among which each token was sampled
+        self.images = batch.images  # the images of each sequence
+        self.latents = None if batch.latents is None else torch.tensor(batch.latents, device=device)
+        if batch.first_pass is not None:
+            self.start_logprobs = row(batch.first_pass.logprobs)
+            self.returns = optional_row(batch.first_pass.returns)
+            self.old_values = optional_row(batch.first_pass.values)
+            if batch.first_pass.advantages is not None:
+                self.advantages = row(batch.first_pass.advantages)
+
+    @property
+    def is_repeated(self) -> bool:
+        """Return whether an earlier pass has trained on this micro-batch."""
+        return self.start_logprobs is not None
