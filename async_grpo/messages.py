@@ -62,6 +62,8 @@ class MicroBatch:
     # step, which is its token
     latents: np.ndarray | None = None
     first_pass: FirstPass | None = None  # set from the second pass over a batch on
+    # (S,), the condition of each sequence, if the policy draws from texts (`Completion.condition`); else ()
+    conditions: tuple[tuple[np.ndarray, ...], ...] = ()
     # True for a micro-batch without trained tokens, which an idle rank runs so that all ranks run the same collectives
     is_dummy: bool = False
 
@@ -156,6 +158,8 @@ class FlowSettings:
     window: int = 0
     window_order: str = "random"
     window_every: int = 1
+    picture_size: int = 0  # height and width of a picture in pixels; 0 means the model's own
+    guidance: float = 1.0  # weight of the prompt against the negative prompt; 1 means no guidance
 
 
 @dataclass(frozen=True)

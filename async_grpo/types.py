@@ -140,8 +140,7 @@ class Completion(Tokens):
 
     finish_reason: FinishReason
     text: str  # the answer as text; for a trajectory, the text of its last turn
-    # (T,) int32, number of characters of `text` up to the end of each token; for process rewards
-    char_ends: np.ndarray | None = None
+    char_ends: np.ndarray | None = None  # (T,) int32, characters of `text` up to each token's end
     member: int = 0  # index in the group
     turns: tuple[Turn, ...] = ()  # turns of a trajectory; () for an answer that directly follows the prompt
     outcome: Outcome | None = None  # outcome of a trajectory; None for an answer
@@ -149,6 +148,7 @@ class Completion(Tokens):
     abandoned: tuple[Turn, ...] = ()
     allowed: AllowedTokens | None = None  # set if a grammar restricted the tokens
     latents: np.ndarray | None = None  # (T, 2, *picture) float32: states around each step of a picture
+    condition: tuple[np.ndarray, ...] = ()  # embeddings of the prompt, if the policy draws from texts
     picture_png: bytes = b""  # the finished picture as a PNG file; b"" for a text
 
     @property
@@ -288,11 +288,11 @@ class Sample:
     def pieces(self) -> list[tuple[np.ndarray, slice]]:
         """Return for each turn, in the order of `turns`, the tokens (E,) int32 before it and the slice of its own tokens.
 
-        An answer without turns counts as one turn, with the prompt before it.
+        An answer without turns counts as one turn, with the prompt before it, or its first token if it has embeddings.
         """
         turns = self.completion.turns
         if not turns:
-            return [(self.prompt.token_ids, slice(None))]
+            return [(self.prompt.token_ids[: 1 if self.completion.condition else None], slice(None))]
         pieces = []
         begin = 0
         for turn in turns:

@@ -49,7 +49,14 @@ class WorkerMemory:
         Whether the worker can serve such a model is for its engine to decide: vLLM can make random weights, for example.
         """
         if settings.flow is not None:
-            return int(drawing_engine_bytes(self._config.model_path, self._config.max_num_seqs or 1))
+            num_bytes = drawing_engine_bytes(
+                self._config.model_path,
+                self._config.max_num_seqs or 1,
+                picture_size=settings.flow.picture_size,
+                guidance=settings.flow.guidance,
+                dtype=settings.dtype,
+            )
+            return int(num_bytes)
         from async_grpo.modeling.load import load_config
         from async_grpo.modeling.policy import DEFAULT_CHUNK_TOKENS
 

@@ -16,7 +16,10 @@ def base_digest(model_path: str) -> str:
     A checkpoint of LoRA does not hold the base. A run that goes on with another base would compute something else.
     """
     digest = hashlib.sha256()
-    for path in sorted(Path(model_path).expanduser().glob("*.safetensors")):
+    folder = Path(model_path).expanduser()
+    if (folder / "model_index.json").is_file():
+        folder = folder / "transformer"  # the part of a folder of diffusers that is trained
+    for path in sorted(folder.glob("*.safetensors")):
         size = path.stat().st_size
         digest.update(f"{path.name} {size}\n".encode())
         with path.open("rb") as file:

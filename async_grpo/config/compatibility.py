@@ -56,9 +56,9 @@ def broken_values(c: RunOptions) -> Broken:
 
 # Options that a policy that draws cannot use. Most of them are about texts, the others are not supported yet
 NOT_WITH_DRAWING = """
-    environment lora_rank init_adapter kl_in_reward kl_kind kl_clamp entropy_coef float32_head overlong_buffer record
-    chat_template chat_template_kwargs system_prompt cpu_offload gradient_checkpointing torch_compile freeze_vision
-    logprob_chunk_size top_p top_k min_p unbiased_kl top_entropy_quantile
+    environment lora_sync init_adapter kl_in_reward kl_kind kl_clamp entropy_coef float32_head overlong_buffer
+    chat_template chat_template_kwargs system_prompt cpu_offload torch_compile freeze_vision
+    logprob_chunk_size top_p top_k min_p teacher unbiased_kl top_entropy_quantile
 """.split()
 
 
@@ -66,13 +66,13 @@ def _broken_drawing(c: RunOptions) -> Broken:
     """Find options that a policy that draws cannot use, or that only such a policy uses."""
     if not c.draws:
         yield from idle(
-            c, "flow_window flow_window_order flow_window_every", "without --policy flow: leave it out"
+            c,
+            "flow_window flow_window_order flow_window_every picture_size guidance",
+            "without --policy flow: leave it out",
         )
         return
     for name in changed_options(c, NOT_WITH_DRAWING):
         yield f"policy {name}", f"do not go together: leave --{dashed(name)} out"
-    if c.dtype not in ("auto", "float32"):
-        yield "policy dtype", "do not go together: a policy that draws computes in float32"
     if c.needs_proximal:
         yield (
             "policy old_policy policy_loss",

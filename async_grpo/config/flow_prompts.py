@@ -1,14 +1,15 @@
-"""The prompts of a policy that draws: the label of each row."""
+"""The prompts of a policy that draws: the label of each row, or its text."""
 
 from collections.abc import Sequence
 from typing import Any
 
 from async_grpo.errors import ConfigurationError
-from async_grpo.modeling.flow.folder import FlowFolder
+from async_grpo.modeling.flow.folder import NUM_BYTES, FlowFolder
 from async_grpo.options.fields import refuse
 from async_grpo.rewards.adapter.pictures import PICTURE_KEY, PICTURES_KEY
 
 SHOWN_LABELS = 20
+MAX_TEXT_BYTES = 4096  # longest prompt in words; text encoders read far less
 
 
 class LabelPrompts:
@@ -37,13 +38,7 @@ class LabelPrompts:
         Raises:
             ConfigurationError: The row names no label of the model, or has a column in which rewards get the picture.
         """
-        refuse(not isinstance(row, dict), f"a row must be an object, not {type(row).__name__}")
-        # A reward would score the row's value in place of the picture that the policy drew
-        for column in (PICTURE_KEY, PICTURES_KEY):
-            refuse(
-                column in row,
-                f"the column {column!r} is where rewards get the picture that --policy flow drew: rename the column",
-            )
+        refuse_picture_columns(row)
         numbers = row.get("input_token_ids")
         if numbers is not None:
             is_number = isinstance(numbers, list) and len(numbers) == 1 and type(numbers[0]) is int
@@ -69,3 +64,64 @@ class LabelPrompts:
 
     def warn_about_use(self, has_environment: bool) -> None:
         """Do nothing: there is no chat template. See `PromptRenderer`."""
+
+
+class TextPrompts:
+    """Turns rows into prompts of bytes, the text to draw in UTF-8. It has the methods of a tokenizer that a run uses.
+
+    The engine's text encoders have tokenizers of their own, which lose letters and spaces. Bytes lose nothing.
+    """
+
+    def __len__(self) -> int:
+        return NUM_BYTES
+
+    def prompt_tokens(self, row: Any, max_prompt_tokens: int, place: str = "") -> list[int]:
+        """Return the bytes of a row's text, in the column `input` or `prompt`.
+
+        Args:
+            row: The row.
+            max_prompt_tokens: Maximum number of bytes.
+            place: Not used: file and line of the row.
+
+        Raises:
+            ConfigurationError: The row has no text, one that is too long, or a column in which rewards get the picture.
+        """
+        refuse_picture_columns(row)
+        text = row.get("input", row.get("prompt"))
+        if not isinstance(text, str) or not text.strip():
+            hint = "; with --prompt-column, set --prompt-as text" if isinstance(text, list) else ""
+            raise ConfigurationError(
+                f"the prompt of --policy flow must be a text that says what to draw, not {str(text)[:80]!r}{hint}"
+            )
+        try:
+            token_ids = list(text.strip().encode())
+        except UnicodeEncodeError as error:
+            raise ConfigurationError(f"the prompt cannot be written in UTF-8: {error}") from error
+        refuse(
+            len(token_ids) > max_prompt_tokens,
+            f"the prompt has {len(token_ids)} bytes, more than {max_prompt_tokens}: {text[:80]!r}",
+        )
+        return token_ids
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """Return the text."""
+        return bytes(list(token_ids)).decode(errors="replace")
+
+    def warn_about_use(self, has_environment: bool) -> None:
+        """Do nothing: there is no chat template. See `PromptRenderer`."""
+
+
+def flow_prompts(folder: FlowFolder) -> LabelPrompts | TextPrompts:
+    """Return how the prompts of a model are read."""
+    return TextPrompts() if folder.family.reads_text else LabelPrompts(folder)
+
+
+def refuse_picture_columns(row: Any) -> None:
+    """Raise ConfigurationError if a row is no object, or has a column in which rewards get the picture."""
+    refuse(not isinstance(row, dict), f"a row must be an object, not {type(row).__name__}")
+    # A reward would score the row's value in place of the picture that the policy drew
+    for column in (PICTURE_KEY, PICTURES_KEY):
+        refuse(
+            column in row,
+            f"the column {column!r} is where rewards get the picture that --policy flow drew: rename the column",
+        )

@@ -7,6 +7,7 @@ from typing import Any
 from async_grpo.errors import ConfigurationError
 from async_grpo.inference.config import LORA_RANKS
 from async_grpo.messages import LoraSettings
+from async_grpo.modeling.flow.folder import is_flow_folder, read_flow_folder
 from async_grpo.modeling.load import empty_causal_lm
 from async_grpo.modeling.lora import (
     FILE_PREFIX,
@@ -21,6 +22,8 @@ from async_grpo.modeling.lora import (
 from async_grpo.training.lora_config import ALL_LINEAR, LoraConfig
 
 log = logging.getLogger(__name__)
+# Models of diffusers have linear layers outside their blocks, such as embeddings of times, which get no adapter by default
+BLOCKS = ("transformer_blocks.", "single_transformer_blocks.")
 
 
 def lora_settings(config: LoraConfig, model_path: str) -> LoraSettings | None:
@@ -31,12 +34,14 @@ def lora_settings(config: LoraConfig, model_path: str) -> LoraSettings | None:
     """
     if not config.has_lora:
         return None
-    model = empty_causal_lm(model_path)
+    model = _empty_model(model_path)
     if config.init_adapter is not None:
         settings = _initial_settings(config, Path(config.init_adapter).expanduser().absolute(), model_path)
         refuse_other_model(model, settings)
     else:
         layers = linear_layers(model)
+        if is_flow_folder(model_path):
+            layers = [name for name in layers if name.startswith(BLOCKS)]
         if config.lora_targets != ALL_LINEAR:
             layers = layers_of_targets(model, config.lora_target_names)
         settings = LoraSettings(
@@ -51,6 +56,15 @@ def lora_settings(config: LoraConfig, model_path: str) -> LoraSettings | None:
     _log_size(model, settings)
     _warn_about_experts(model)
     return settings
+
+
+def _empty_model(model_path: str) -> Any:
+    """Return a model without weights: of transformers, or the transformer of a folder of diffusers."""
+    return (
+        read_flow_folder(model_path).empty_model()
+        if is_flow_folder(model_path)
+        else empty_causal_lm(model_path)
+    )
 
 
 def _initial_settings(config: LoraConfig, folder: Path, model_path: str) -> LoraSettings:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from async_grpo.algorithm.flow.config import FLOW, TEXT
-from async_grpo.config.flow_prompts import LabelPrompts
+from async_grpo.config.flow_prompts import MAX_TEXT_BYTES, flow_prompts
 from async_grpo.config.images import image_prompts
 from async_grpo.config.lora import lora_settings
 from async_grpo.config.run import RunConfig
@@ -96,27 +96,31 @@ def read_flow_model(config: RunConfig) -> ModelFacts:
     Raises:
         ConfigurationError: The folder cannot be used, or the denoising steps do not fit.
     """
-    folder = read_flow_folder(config.model_name_or_path)
+    folder = read_flow_folder(config.model_name_or_path).with_options(config.picture_size, config.guidance)
     num_steps = config.max_generation_tokens
     folder.schedule(num_steps)
     if config.eval_max_tokens is not None:
         folder.schedule(config.eval_max_tokens)
-    prompts = LabelPrompts(folder)
+    prompts = flow_prompts(folder)
+    max_prompt_tokens = MAX_TEXT_BYTES if folder.family.reads_text else 1
     model_config = folder.model_config
     return ModelFacts(
         tokenizer=prompts,
         renderer=prompts,
         vocab_size=folder.num_labels,
-        context_tokens=1 + max(num_steps, config.eval_max_tokens or 0),
+        context_tokens=max_prompt_tokens + max(num_steps, config.eval_max_tokens or 0),
         stop_token_ids=(),
         fingerprint=folder.fingerprint,
         hidden_size=int(model_config["num_attention_heads"]) * int(model_config["attention_head_dim"]),
-        dtype="float32",
+        dtype="float32" if config.dtype == "auto" else config.dtype,
+        lora=lora_settings(config, config.model_name_or_path),
         flow=FlowSettings(
             num_steps=num_steps,
             window=config.flow_window,
             window_order=config.flow_window_order,
             window_every=config.flow_window_every,
+            picture_size=config.picture_size,
+            guidance=config.guidance,
         ),
     )
 

@@ -201,9 +201,11 @@ def _check_sources(config: RunConfig) -> None:
 
 
 def _check_lengths(config: RunConfig, longest_prompt: int, max_sample_tokens: int) -> None:
-    if max_sample_tokens > config.max_tokens_per_gpu:
+    # The trainer gets one token in place of the text of a picture (`Sample.pieces`)
+    num_packed_tokens = max_sample_tokens - longest_prompt + 1 if config.draws else max_sample_tokens
+    if num_packed_tokens > config.max_tokens_per_gpu:
         raise ConfigurationError(
-            f"a prompt of {longest_prompt} tokens and its longest completion make a sample of {max_sample_tokens} tokens, "
+            f"a prompt of {longest_prompt} tokens and its longest completion make a sample of {num_packed_tokens} tokens, "
             f"which cannot fit --max-tokens-per-gpu {config.max_tokens_per_gpu}: raise it, or lower "
             "--max-generation-tokens"
         )

@@ -49,6 +49,8 @@ FIXED = {
         ("top_p", "top_k", "min_p"),
         "the finished groups have log-probs over the tokens that the earlier rule keeps",
     ),
+    "guidance": "the finished groups were drawn with the earlier guidance",
+    "picture_size": "the finished groups have pictures of the earlier size",
     "max_generation_tokens": "the finished groups were generated under the earlier limit",
     "reward_fns": "the finished groups were scored by the earlier rewards",
     "optimizer": "the checkpoint has the moments of the earlier optimizer",

@@ -326,7 +326,7 @@ class EvaluationTask(DataConfig):
         "Maximum length of a completion in evaluations, in tokens. The default is --max-generation-tokens.",
         range=POSITIVE,
     )
-    eval_pass_reward: float = _evaluation(1.0, "Lowest reward with which a completion passes.")
+    eval_pass_reward: float = _evaluation(1.0, "Lowest reward that passes; pictures pass only if it is set.")
 
     @property
     def eval_files(self) -> dict[str, str]:

@@ -1,6 +1,7 @@
 """The metrics of an evaluation: means over questions, each with the half width of its 95 % confidence interval.
 
-Each question gets n completions. A completion passes if its reward is at least `pass_reward`.
+Each question gets n completions. A completion passes if its reward is at least `pass_reward`. By default, pictures have no
+passing reward, because their rewards are seldom a whole 1: only their mean reward is reported.
 
     avg_reward      mean reward
     avg@n           share of completions that pass
@@ -24,6 +25,7 @@ from async_grpo.experience.step_metrics import reward_stats
 from async_grpo.rewards.answer_reading.stated import stated_answer
 from async_grpo.types import Group
 
+DEFAULT_PASS_REWARD = 1.0
 QUANTILE_OF_95 = 1.96  # half width of a 95 % confidence interval, in standard errors
 
 
@@ -46,12 +48,14 @@ def evaluation_stats(groups: Sequence[Group], pass_reward: float) -> dict[str, A
 
     Args:
         groups: The completions of each question.
-        pass_reward: The lowest reward with which a completion passes.
+        pass_reward: The lowest reward with which a completion passes. The default value is ignored for pictures.
     """
     samples = [sample for group in groups for sample in group.samples]
     versions = [sample.completion.versions for sample in samples if len(sample.completion)]
     stats = reward_stats(samples)
-    for name, values in _means_by_question(groups, pass_reward).items():
+    has_pictures = any(sample.completion.picture_png for sample in samples)
+    can_pass = not has_pictures or pass_reward != DEFAULT_PASS_REWARD
+    for name, values in _means_by_question(groups, pass_reward if can_pass else None).items():
         stats |= _mean(name, values)
     stats["num_questions"] = len(groups)
     stats["num_samples"] = len(samples)
@@ -60,8 +64,14 @@ def evaluation_stats(groups: Sequence[Group], pass_reward: float) -> dict[str, A
     return stats
 
 
-def _means_by_question(groups: Sequence[Group], pass_reward: float) -> dict[str, list[float]]:
-    """Return each metric's values, one for each question that has a scored completion."""
+def _means_by_question(groups: Sequence[Group], pass_reward: float | None) -> dict[str, list[float]]:
+    """Return each metric's values, one for each question that has a scored completion.
+
+    Without `pass_reward`, only the mean reward is returned.
+    """
+    if pass_reward is None:
+        rewarded = [group.rewards for group in groups if group.rewards]
+        return {"avg_reward": [float(np.mean(question_rewards)) for question_rewards in rewarded]}
     num_drawn = max((len(group.samples) for group in groups), default=0)
     rewards: list[list[float]] = []
     passed: list[list[bool]] = []

@@ -198,6 +198,7 @@ def pack(samples: Sequence[Sample]) -> MicroBatch:
         allowed=_joined_masks(samples),
         images=_images(samples),
         latents=_laid_out_if_present(samples, "completion.latents"),
+        conditions=_conditions(samples),
     )
 
 
@@ -205,6 +206,20 @@ def _images(samples: Sequence[Sample]) -> tuple[tuple[ImageReference, ...], ...]
     """Return the images of each sample, or () if none has an image."""
     images = tuple(images_of(sample) for sample in samples)
     return images if any(images) else ()
+
+
+def _conditions(samples: Sequence[Sample]) -> tuple[tuple[np.ndarray, ...], ...]:
+    """Return the embeddings of each sample's prompt, or () if the policy reads none.
+
+    The engine sent equal arrays with each member of a group. The batch has them once, because a message contains an object
+    only once.
+    """
+    if not any(sample.completion.condition for sample in samples):
+        return ()
+    condition_by_group: dict[int, tuple[np.ndarray, ...]] = {}
+    for sample in samples:
+        condition_by_group.setdefault(sample.prompt.ordinal, sample.completion.condition)
+    return tuple(condition_by_group[sample.prompt.ordinal] for sample in samples)
 
 
 def allowed_tokens_of(sample: Sample) -> AllowedTokens | None:

@@ -43,6 +43,7 @@ GROUP_NUMBERS = ("number", "ordinal", "question", "resampled")
 # Errors that JSON, safetensors and the checks of our own records raise for files with arbitrary contents
 UNREADABLE = (SafetensorError, OSError, ValueError, LookupError, TypeError, AttributeError, AssertionError)
 SAVED_MASKS = "allowed."  # beginning of the keys of the arrays of allowed tokens
+SAVED_CONDITION = "condition."  # beginning of the keys of the embeddings of a group's prompt
 # Keys in the saved files that differ from the names of the fields. They stay, because older checkpoints have them
 SAVED_START_VERSION = "admitted_version"
 SAVED_TURN_NAMES = {"num_tokens": "tokens", "before_text": "said"}  # field -> key
@@ -105,7 +106,16 @@ class ExperienceState:
         if allowed is not None:
             for name, array in allowed.as_arrays().items():
                 joined_arrays[SAVED_MASKS + name] = array
-        return joined_arrays
+        return joined_arrays | self._condition_arrays()
+
+    def _condition_arrays(self) -> dict[str, np.ndarray]:
+        """Return the embeddings of the prompts, once for each group: `condition.GROUP.INDEX`."""
+        arrays: dict[str, np.ndarray] = {}
+        for number, group in self.alive.items():
+            if isinstance(group, Group):
+                for index, array in enumerate(group.samples[0].completion.condition):
+                    arrays[f"{SAVED_CONDITION}{number}.{index}"] = array
+        return arrays
 
     @classmethod
     def load(cls, folder: Path, prompt: Callable[[int, int], Prompt]) -> "ExperienceState":
@@ -133,6 +143,7 @@ class ExperienceState:
             raise ValueError(f"{file.name} is not a regular file")
         arrays = load_file(file)
         allowed = _taken_masks(arrays)
+        conditions = _taken_conditions(arrays)
         begin = 0  # index in the arrays where the next sample begins
         alive: dict[int, Group | UnfinishedGroup] = {}
         for row in content.pop("groups"):
@@ -151,6 +162,7 @@ class ExperienceState:
                 sample_row.pop("tokens")
                 sample_arrays = {name: array[begin:end] for name, array in arrays.items()}
                 sample_masks = allowed and AllowedTokens.joined([allowed[begin:end]], [end - begin])
+                sample_row["condition"] = conditions.get(number, ())
                 samples.append(_sample(group_prompt, sample_row, sample_arrays, sample_masks))
                 begin = end
             if not is_order_known:
@@ -253,6 +265,18 @@ def _taken_masks(arrays: dict[str, np.ndarray]) -> AllowedTokens | None:
     if not names:
         return None
     return AllowedTokens.from_arrays({name.removeprefix(SAVED_MASKS): arrays.pop(name) for name in names})
+
+
+def _taken_conditions(arrays: dict[str, np.ndarray]) -> dict[int, tuple[np.ndarray, ...]]:
+    """Remove the embeddings of the prompts, and return them by the number of their group."""
+    arrays_of_group: dict[int, dict[int, np.ndarray]] = {}
+    for name in [name for name in arrays if name.startswith(SAVED_CONDITION)]:
+        number, index = name.removeprefix(SAVED_CONDITION).split(".")
+        arrays_of_group.setdefault(int(number), {})[int(index)] = arrays.pop(name)
+    conditions = {}
+    for group_number, group_arrays in arrays_of_group.items():
+        conditions[group_number] = tuple(group_arrays[index] for index in range(len(group_arrays)))
+    return conditions
 
 
 def _sample(

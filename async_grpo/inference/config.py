@@ -29,15 +29,15 @@ from async_grpo.protocols import Engine
 GIB = 1 << 30
 UNLIMITED = 2**31 - 1
 
+DRAWING_ENGINE = "drawing"  # draws pictures with a flow-matching model (--policy flow)
 # Engine name -> module:class. The class implements `protocols.Engine`, and is imported only where the engine runs
 ENGINES = {
     "vllm": "async_grpo.inference.generation_worker:GenerationWorker",
     # Draws tokens at random, to test the rest of the library without a real engine
     "fake": "async_grpo.testing.engine:FakeEngine",
-    # Draws pictures with a flow-matching model (--policy flow)
-    "drawing": "async_grpo.inference.drawing.engine:DrawingEngine",
+    DRAWING_ENGINE: "async_grpo.inference.drawing.engine:DrawingEngine",
 }
-ENGINES_WITHOUT_VLLM = ("fake", "drawing")
+ENGINES_WITHOUT_VLLM = ("fake", DRAWING_ENGINE)
 _OTHER_MODEL = "the engine must serve the model of --model-path as its folder describes it"
 _OTHER_POLICY = "the engine would sample from another policy than the trained one, and report the log-probs of that policy"
 # Arguments of vLLM's engine that are refused, each with the reason. They would silently change what its log-probs mean,

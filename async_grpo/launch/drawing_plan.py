@@ -10,11 +10,19 @@ from async_grpo.launch.local_config import LocalConfig
 
 def drawing_roles(config: LocalConfig, num_parameters: int) -> Iterator[tuple[str, int, int, float]]:
     """Yield the estimated memory of all processes of a policy that draws, as `plan.roles` does for language models."""
-    yield "trainer rank", config.nproc_per_node, 1, drawing_rank_bytes(config, config.nproc_per_node)
-    engine_bytes = drawing_engine_bytes(config.model_name_or_path, config.max_num_seqs or MAX_PICTURES)
+    if config.nproc_per_node:
+        yield "trainer rank", config.nproc_per_node, 1, drawing_rank_bytes(config, config.nproc_per_node)
+    engine_bytes = drawing_engine_bytes(
+        config.model_name_or_path,
+        config.max_num_seqs or MAX_PICTURES,
+        picture_size=config.picture_size,
+        guidance=config.guidance,
+        dtype=config.dtype,
+    )
     yield "engine", config.generation_workers, 1, engine_bytes
-    # Two copies of the weights, and a checkpoint with both moments that is being written
-    yield "rank 0's machine", 1, 0, (2 + 3) * FLOAT32_BYTES * num_parameters
+    if config.nproc_per_node:
+        # Two copies of the weights, and a checkpoint with both moments that is being written
+        yield "rank 0's machine", 1, 0, (2 + 3) * FLOAT32_BYTES * num_parameters
 
 
 def gray_picture(config: LocalConfig) -> str:
@@ -25,5 +33,5 @@ def gray_picture(config: LocalConfig) -> str:
     from async_grpo.modeling.flow.folder import read_flow_folder
 
     # Pictures have values from -1 to 1, so zeros are gray
-    gray = np.zeros(read_flow_folder(config.model_name_or_path).latent_shape, np.float32)
-    return base64.b64encode(png_of(gray)).decode()
+    folder = read_flow_folder(config.model_name_or_path).with_options(config.picture_size, config.guidance)
+    return base64.b64encode(png_of(np.zeros(folder.picture_shape, np.float32))).decode()

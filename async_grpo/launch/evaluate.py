@@ -11,13 +11,14 @@ from pathlib import Path
 from typing import Any
 
 from async_grpo.algorithm.config import TOP_K
+from async_grpo.algorithm.flow.config import FLOW, FlowConfig
 from async_grpo.config.run import RunConfig
 from async_grpo.config.run_options import MemberConfig
 from async_grpo.environments.config import EnvironmentConfig
 from async_grpo.errors import CheckpointBroken
 from async_grpo.experience.config import EvaluationTask
 from async_grpo.experience.data_files import names_data_set
-from async_grpo.inference.config import EngineOptions
+from async_grpo.inference.config import DRAWING_ENGINE, EngineOptions
 from async_grpo.launch.check import check, refuse_at_once
 from async_grpo.launch.early_start import early_start
 from async_grpo.launch.export import ADAPTER_CONFIG_FILE, ExportConfig, export
@@ -49,6 +50,8 @@ COMPLETIONS_AT_ONCE = 1024  # fewer if the engines have room for fewer
 EVALUATION_TIMEOUT_S = 7 * 86_400.0
 # No limit: an evaluation has no trainer rank for which a sequence could be too long
 MAX_TOKENS_PER_GPU = 1 << 30
+FLOW_INDEX_FILE = "model_index.json"  # file of a folder of diffusers, whose model draws
+MODEL_FILES = ("config.json", FLOW_INDEX_FILE)
 # Options that are taken from the checkpoint's run only, because `async-grpo eval` does not have them
 OPTIONS_OF_THE_RUN = (
     "infinite_sampler_seed",
@@ -88,7 +91,7 @@ def _truncation(name: str, allowed: Range) -> Any:
 
 
 @dataclass(frozen=True, kw_only=True)
-class EvalConfig(EvaluationTask, EnvironmentConfig, LocalJudge, EngineOptions, MemberConfig):
+class EvalConfig(EvaluationTask, EnvironmentConfig, LocalJudge, EngineOptions, FlowConfig, MemberConfig):
     """Options of `async-grpo eval`. For a checkpoint, options that are not set take the values of its run."""
 
     path: str = required(
@@ -149,6 +152,10 @@ class EvalConfig(EvaluationTask, EnvironmentConfig, LocalJudge, EngineOptions, M
         if "judge_model" in explicit_names:  # the evaluation starts its own judge servers, at other addresses
             inherited_names -= {"judge_urls"}
         inherited = portable_options(cls, _options_of(folder), inherited_names, folder)
+        if (folder / FLOW_INDEX_FILE).is_file():
+            inherited["policy"] = FLOW
+        if inherited.get("policy", options["policy"]) == FLOW and "engine" not in explicit_names:
+            inherited["engine"] = DRAWING_ENGINE
         for name, owner in OWNER_OF_KEYWORDS.items():
             is_shipped = _names_only_shipped(owner, {**options, **inherited}[owner])
             if inherited.get(name) and not is_shipped:
@@ -193,7 +200,7 @@ class EvalConfig(EvaluationTask, EnvironmentConfig, LocalJudge, EngineOptions, M
                 options[field.name] = value
         if options.get("dtype", "auto") == "auto":
             # "auto" is resolved here, because the evaluation program sees no GPU: the engines have all of them
-            options["dtype"] = "bfloat16" if gpus() else "float32"
+            options["dtype"] = "bfloat16" if gpus() and not self.draws else "float32"
         if self.eval_max_tokens is not None:
             options["max_generation_tokens"] = self.eval_max_tokens
         group_size = max(2, self.eval_samples)  # a run's groups have at least two samples
@@ -221,12 +228,15 @@ def evaluate(config: EvalConfig) -> None:
     """
     model = Path(local_model(config.path))
     step = 0
-    names_of_valid_folders = ("config.json", ADAPTER_CONFIG_FILE, "checkpoints", MANIFEST)
+    names_of_valid_folders = (*MODEL_FILES, ADAPTER_CONFIG_FILE, "checkpoints", MANIFEST)
     is_valid_folder = any((model / name).exists() for name in names_of_valid_folders)
-    refuse(not is_valid_folder, f"{model} holds no model (config.json), no adapter, no run and no checkpoint")
+    refuse(
+        not is_valid_folder,
+        f"{model} holds no model ({' or '.join(MODEL_FILES)}), no adapter, no run and no checkpoint",
+    )
     adapters = _absolute_adapters(config.lora_adapters, model)
     with private_folder("grpo-eval-") as scratch:
-        if not (model / "config.json").exists():
+        if not _is_model(model):
             model = scratch / "model"
             dtype = config.as_run(model).dtype
             # A LoRA adapter is merged, so that every engine can evaluate it
@@ -266,12 +276,17 @@ def _absolute_adapters(adapters: str, model: Path) -> str:
     return json.dumps(folders)
 
 
+def _is_model(folder: Path) -> bool:
+    """Return whether a folder holds a whole model, of transformers or of diffusers."""
+    return any((folder / name).exists() for name in MODEL_FILES)
+
+
 def _options_of(folder: Path) -> dict[str, Any]:
     """Return the options of the run that wrote a checkpoint.
 
     The result is {} for the folder of a model, and for a broken checkpoint, which `export` refuses later.
     """
-    if (folder / "config.json").exists():
+    if _is_model(folder):
         return {}
     try:
         checkpoint = next(iter(checkpoints_of(folder)), folder)

@@ -2,14 +2,18 @@
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from pydantic import TypeAdapter, ValidationError
 
 from async_grpo.algorithm.advantages import ADVANTAGE_ESTIMATORS
+from async_grpo.algorithm.flow.config import FLOW
 from async_grpo.config.base_weights import refuse_other_base
 from async_grpo.errors import CheckpointBroken, ConfigurationError
 from async_grpo.messages import LoraSettings
+from async_grpo.modeling.flow.folder import read_flow_folder
+from async_grpo.modeling.flow.policy import FlowPolicy
 from async_grpo.modeling.incomplete_folders import base_of_adapter
 from async_grpo.modeling.load import load_causal_lm, model_folder, torch_dtype
 from async_grpo.modeling.lora import (
@@ -23,6 +27,7 @@ from async_grpo.modeling.lora import (
 from async_grpo.modeling.policy import PolicyModel, named_full_tensors, value_head_tensors
 from async_grpo.training.checkpoint import load_weights
 from async_grpo.training.checkpoint_folder import Manifest
+from async_grpo.training.drawing.export import write_flow_folder
 from async_grpo.training.export import VALUE_HEAD_FILE, load_value_head, write_adapter, write_model
 
 CPU = torch.device("cpu")
@@ -52,6 +57,9 @@ def export_checkpoint(
             f"{folder} does not say of which model it is (model_name_or_path in its manifest): give --base FOLDER"
         )
     refuse_other_base(manifest, folder, source)
+    if manifest.options.get("policy") == FLOW:
+        _export_flow_checkpoint(folder, manifest, source, target, dtype)
+        return
     settings = _settings_of(folder, manifest)
     if settings is not None:
         settings = replace(settings, initial_folder="")  # its values were replaced by those of the checkpoint
@@ -62,6 +70,22 @@ def export_checkpoint(
         write_adapter(tensors, settings, value_head_tensors(policy), target, source=model_folder(source))
         return
     _write_whole(policy, target, source, dtype)
+
+
+def _export_flow_checkpoint(folder: Path, manifest: Manifest, source: str, target: Path, dtype: str) -> None:
+    """Write a policy that draws as a folder of diffusers, with its LoRA adapter added to the weights."""
+    flow_folder = read_flow_folder(source)
+    policy: Any = FlowPolicy.of_folder(flow_folder, num_steps=1, noise_level=0.0)
+    settings = _settings_of(folder, manifest)
+    if settings is not None:
+        add_lora(policy.model, settings)
+        # The checkpoint's values replace these
+        fill_lora(policy.model, settings, seed=0, device=CPU)
+    load_weights(policy, folder)
+    weights = {}
+    for name, tensor in named_full_tensors(policy):
+        weights[name] = tensor.detach().to(torch_dtype(dtype), copy=True)
+    write_flow_folder(weights, flow_folder.path, target)
 
 
 def export_adapter(folder: Path, target: Path, base: str, dtype: str) -> None:

@@ -90,7 +90,8 @@ def resources(config: LocalConfig, prepared: "Prepared") -> list[Finding]:
     num_parameters = drawing_parameters(folder) if config.draws else parameters_of(folder)
     num_trained = None
     if prepared.settings.lora is not None:
-        num_trained = adapter_parameters(folder, prepared.settings.lora)
+        weights_folder = folder / "transformer" if config.draws else folder
+        num_trained = adapter_parameters(weights_folder, prepared.settings.lora)
     package_bytes = 2 * num_parameters  # size of all weights in bfloat16
     return [
         *limits(package_bytes),

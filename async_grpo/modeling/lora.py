@@ -107,8 +107,8 @@ def refuse_unfitting(model: PreTrainedModel, settings: LoraSettings) -> None:
 
 def linear_layers(model: PreTrainedModel) -> list[str]:
     """Return the names of all linear layers except the head and those of a vision tower, in the model's order."""
-    head = model.get_output_embeddings()
-    vision_tower = getattr(model.base_model, "visual", None)
+    head = getattr(model, "get_output_embeddings", lambda: None)()  # models of diffusers have none
+    vision_tower = getattr(getattr(model, "base_model", None), "visual", None)
     modules_of_tower = set() if vision_tower is None else set(vision_tower.modules())
     names = []
     for name, module in model.named_modules():
@@ -126,7 +126,7 @@ def layers_of_targets(model: PreTrainedModel, targets: Sequence[str]) -> list[st
     """
     candidates = linear_layers(model)
     last_parts = sorted({name.rpartition(".")[2] for name in candidates})
-    head = model.get_output_embeddings()
+    head = getattr(model, "get_output_embeddings", lambda: None)()  # models of diffusers have none
     chosen = set()
     for target in targets:
         layers = [name for name in candidates if _has_name(name, target)]

@@ -91,7 +91,7 @@ def plot(
         typer.Option(
             "-v",
             "--variable",
-            help=f"Metric to draw. Default: those of eval_avg@N, {', '.join(DEFAULT_VARIABLES)} that change.",
+            help=f"Metric to draw. Default: eval_avg@N or eval_avg_reward, {', '.join(DEFAULT_VARIABLES)} that change.",
         ),
     ] = None,
     x_key: Annotated[str, typer.Option("-x", "--x_key", help="Key of the x axis.")] = DEFAULT_X_KEY,
@@ -134,10 +134,10 @@ def _default_variables(runs: Sequence[RunMetrics]) -> list[str]:
     """Return the keys to draw by default. Log a note about keys that are missing or never change."""
     evaluations = set()
     for run in runs:
-        for key in run.plottable_keys:
-            # eval_avg@4 with 4 samples of each question, or eval_NAME_avg@4 if there are several evaluation files
-            if key.startswith("eval_") and key.rpartition("avg@")[2].isdigit():
-                evaluations.add(key)
+        evaluation_keys = [key for key in run.plottable_keys if key.startswith("eval_")]
+        # eval_avg@4 with 4 samples of each question, or eval_NAME_avg@4 if there are several evaluation files
+        passes = [key for key in evaluation_keys if key.rpartition("avg@")[2].isdigit()]
+        evaluations.update(passes or [key for key in evaluation_keys if key.endswith("avg_reward")])
     variables: list[str] = []
     constant: list[str] = []
     missing: list[str] = []

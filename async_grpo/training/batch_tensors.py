@@ -63,6 +63,7 @@ class BatchTensors:
     # The images as the policy reads them, once `Objective.forward` needs them
     image_inputs: ImageInputs | None = None
     latents: Float[Tensor, "packed 2 channels height width"] | None  # set if the policy draws
+    conditions: tuple[tuple[np.ndarray, ...], ...]  # `MicroBatch.conditions`
 
     def __init__(self, batch: MicroBatch, device: torch.device) -> None:
         def row(values: np.ndarray) -> Tensor:
@@ -98,6 +99,7 @@ class BatchTensors:
         self.times = optional_row(batch.times)
         self.allowed = batch.allowed  # the tokens among which each token was sampled
         self.images = batch.images  # the images of each sequence
+        self.conditions = batch.conditions
         self.latents = None if batch.latents is None else torch.tensor(batch.latents, device=device)
         if batch.first_pass is not None:
             self.start_logprobs = row(batch.first_pass.logprobs)

@@ -48,7 +48,7 @@ class OptimizerConfig(Section):
     )
     dtype: str = _optimizer(
         "auto",
-        "Data type of forward and backward passes. auto is bfloat16 on GPUs and float32 elsewhere.",
+        "Data type of forward and backward passes. auto is bfloat16 on GPUs, and float32 elsewhere or for --policy flow.",
         choices=("auto", "float32", "bfloat16"),
         everyday=True,
     )

@@ -2,8 +2,9 @@
 
 <output_dir>/record/step_<k>/rank_<r>.safetensors     the micro-batches of step k (from 0) in their order, with the
                                                        trainer's log-probs under the weights before the step
-                             rank_<r>.json            the `StepEnd`, with the metrics of generation and rewards, and
-                                                      the digests of images, whose files the run keeps
+                             rank_<r>.json            the `StepEnd`, with the metrics of generation and rewards,
+                                                      the digests of images, whose files the run keeps, and the index
+                                                      of each sequence's condition, if the policy draws from texts
 """
 
 import dataclasses
@@ -28,7 +29,7 @@ from async_grpo.protocols import ExperienceSource
 from async_grpo.types import PROMPT_TOKEN, ImageReference
 
 log = logging.getLogger(__name__)
-OTHER_FIELDS = ("is_dummy", "allowed", "images", "first_pass")
+OTHER_FIELDS = ("is_dummy", "allowed", "images", "conditions", "first_pass")
 ARRAYS = tuple(field.name for field in dataclasses.fields(MicroBatch) if field.name not in OTHER_FIELDS)
 MAX_STEP_BYTES = 64 << 20  # largest accepted rank_<r>.json
 # Largest accepted rank_<r>.safetensors, about 100 million tokens. A sparse file may claim any size
@@ -111,6 +112,12 @@ class Recorder:
             if batch.allowed is not None:
                 for name, array in batch.allowed.as_arrays().items():
                     arrays[f"{number}.allowed.{name}"] = array
+        conditions = []
+        for number, batch in enumerate(self._batches):
+            rows, condition_arrays = _described_conditions(batch)
+            conditions.append(rows)
+            for name, array in condition_arrays.items():
+                arrays[f"{number}.{name}"] = array
         for number, logprobs in enumerate(self._logprobs):
             arrays[f"{number}.trained_logprobs"] = logprobs
         save_file(arrays, folder / f"rank_{rank}.safetensors")
@@ -118,6 +125,8 @@ class Recorder:
         content["dummies"] = [batch.is_dummy for batch in self._batches]
         if any(batch.images for batch in self._batches):
             content["images"] = [_described_images(batch) for batch in self._batches]
+        if any(conditions):
+            content["conditions"] = conditions
         content |= self._run_facts
         content["stats"].pop("spans", None)  # the times of this run are meaningless in a replay
         content["stats"].pop("memory", None)  # a replay has no engines
@@ -204,6 +213,7 @@ class Recording:
         messages: list[Message] = []
         dummies = content.pop("dummies")
         images_of_batches = content.pop("images", [[]] * len(dummies))
+        conditions_of_batches = content.pop("conditions", [[]] * len(dummies))
         images_folder = folder.parent.parent / RUN_IMAGES
         for number, is_dummy in enumerate(dummies):
             fields: dict[str, Any] = {name: arrays.get(f"{number}.{name}") for name in ARRAYS}
@@ -214,7 +224,16 @@ class Recording:
                     mask_arrays[name.removeprefix(prefix)] = array
             allowed = AllowedTokens.from_arrays(mask_arrays) if mask_arrays else None
             images = _images_of(images_of_batches[number], images_folder)
-            messages.append(MicroBatch(**fields, allowed=allowed, images=images, is_dummy=bool(is_dummy)))
+            conditions = _conditions_of(conditions_of_batches[number], arrays, number)
+            messages.append(
+                MicroBatch(
+                    **fields,
+                    allowed=allowed,
+                    images=images,
+                    conditions=conditions,
+                    is_dummy=bool(is_dummy),
+                )
+            )
         step_end = {field.name: content[field.name] for field in dataclasses.fields(StepEnd)}
         messages.append(StepEnd(**step_end))
         return messages
@@ -244,6 +263,33 @@ def _images_of(described: Sequence[Sequence[Any]], folder: Path) -> tuple[tuple[
             references.append(ImageReference(str(folder.absolute() / digest), digest, num_tokens))
         images_by_sequence.append(tuple(references))
     return tuple(images_by_sequence)
+
+
+def _described_conditions(batch: MicroBatch) -> tuple[list[int], dict[str, np.ndarray]]:
+    """Return the index of each sequence's condition, and the arrays of the distinct conditions by name."""
+    index_by_identity: dict[int, int] = {}
+    rows: list[int] = []
+    arrays: dict[str, np.ndarray] = {}
+    for condition in batch.conditions:
+        is_new = id(condition) not in index_by_identity
+        index = index_by_identity.setdefault(id(condition), len(index_by_identity))
+        rows.append(index)
+        if is_new:
+            for place, array in enumerate(condition):
+                arrays[f"condition.{index}.{place}"] = np.ascontiguousarray(array)
+    return rows, arrays
+
+
+def _conditions_of(
+    rows: Sequence[int], arrays: Mapping[str, np.ndarray], batch_number: int
+) -> tuple[tuple[np.ndarray, ...], ...]:
+    """Return the conditions of a recorded micro-batch, which sequences of one group share."""
+    conditions = []
+    for index in range(max(rows, default=-1) + 1):
+        prefix = f"{batch_number}.condition.{index}."
+        places = sorted(int(name.removeprefix(prefix)) for name in arrays if name.startswith(prefix))
+        conditions.append(tuple(arrays[f"{prefix}{place}"] for place in places))
+    return tuple(conditions[index] for index in rows)
 
 
 def _load_arrays(file: Path) -> dict[str, np.ndarray]:

@@ -75,6 +75,8 @@ def shard_modules(
     ranks: Ranks,
     config: OptimizerConfig,
     compute: torch.dtype,
+    *,
+    casts_inputs: bool = True,
 ) -> bool:
     """Shard a policy in place over the ranks: each layer is a unit, and everything else belongs to the root unit.
 
@@ -84,6 +86,7 @@ def shard_modules(
         ranks: The ranks of the training.
         config: Its options `cpu_offload` and `fsdp_size` are used.
         compute: The compute dtype.
+        casts_inputs: Whether each unit casts its inputs to the compute dtype.
 
     Returns:
         Whether the policy was sharded.
@@ -96,7 +99,9 @@ def shard_modules(
         offload_policy = CPUOffloadPolicy(pin_memory=ranks.device.type == "cuda")
     options: dict[str, Any] = {
         "mesh": _mesh(ranks, config.fsdp_size or ranks.world_size),
-        "mp_policy": MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32),
+        "mp_policy": MixedPrecisionPolicy(
+            param_dtype=compute, reduce_dtype=torch.float32, cast_forward_inputs=casts_inputs
+        ),
         "offload_policy": offload_policy,
     }
     for module in (*layers, policy):

@@ -17,16 +17,18 @@ def test_a_run_that_draws_needs_no_worker_for_its_reference():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"lora_rank": 4}, "--policy flow --lora-rank 4 do not go together: leave --lora-rank out"),
+        (
+            {"lora_rank": 4, "lora_sync": "adapter"},
+            "--policy flow --lora-sync adapter do not go together: leave --lora-sync out",
+        ),
         ({"environment": "guess"}, "--policy flow --environment guess do not go together"),
-        ({"record": True}, "--record True do not go together"),
+        ({"teacher": "self"}, "--teacher self do not go together"),
         ({"entropy_coef": 0.1}, "--entropy-coef 0.1 do not go together"),
         ({"kl_coef": 0.1, "kl_kind": "k2"}, "--kl-kind k2 do not go together"),
         ({"kl_coef": 0.1, "kl_in_reward": True}, "--kl-in-reward True do not go together"),
         ({"system_prompt": "draw"}, "--system-prompt draw do not go together"),
         ({"cpu_offload": True}, "--cpu-offload True do not go together"),
         ({"top_p": 0.9}, "--policy flow --top-p 0.9 do not go together: leave --top-p out"),
-        ({"dtype": "bfloat16"}, "computes in float32"),
         ({"old_policy": "proximal"}, "logprob workers cannot recompute denoising steps"),
         ({"weight_transport": "nccl"}, "use object_store or shared_files"),
         (
@@ -51,6 +53,8 @@ def test_estimators_with_a_critic_or_process_rewards_are_refused(name):
 def test_the_window_does_nothing_for_a_language_model():
     with pytest.raises(ConfigurationError, match="--flow-window 2 does nothing without --policy flow"):
         config(flow_window=2)
+    with pytest.raises(ConfigurationError, match="--guidance 2.0 does nothing without --policy flow"):
+        config(guidance=2.0)
 
 
 def local(**changes):

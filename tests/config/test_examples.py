@@ -8,13 +8,17 @@ import re
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 import tomllib
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 
 import pytest
 import yaml
+from tiny_flow import NEEDS_DIFFUSERS
+from tiny_pipelines import PICTURE_SIZE, save_tiny_pipeline
 
 from async_grpo.__main__ import main
 from async_grpo.data import FOLDER, TINY_MODEL
@@ -40,7 +44,21 @@ RUNS = {  # and the GPUs that each needs, by CUDA_VISIBLE_DEVICES
     "maths_2x8": f"{EIGHT},8,9,10,11,12,13,14,15",
     "essay": "0,1,2,3",
     "code": "0,1",
+    "draw_sd35_4gpu": "0,1,2,3",
+    "draw_flux_8gpu": EIGHT,
+    "draw_qwen_image_8gpu": EIGHT,
 }
+DRAWING = {  # examples of policies that draw, and the tiny pipeline that stands in for their model
+    "draw_sd35_4gpu": "stable_diffusion_3",
+    "draw_flux_8gpu": "flux",
+    "draw_qwen_image_8gpu": "qwen_image",
+}
+NAMES = [pytest.param(name, marks=NEEDS_DIFFUSERS) if name in DRAWING else name for name in RUNS]
+
+
+@cache
+def tiny_pipeline(name: str) -> Path:
+    return save_tiny_pipeline(name, Path(tempfile.mkdtemp()) / name)
 
 
 def arguments(name: str, output: Path) -> list[str]:
@@ -59,6 +77,9 @@ def arguments(name: str, output: Path) -> list[str]:
         given["eval_data_path"] = ",".join(f"{each}={sample}" for each in held_out)
     elif held_out and not (ROOT / held_out).exists():
         given["eval_data_path"] = sample
+    if name in DRAWING:
+        given["model_name_or_path"] = tiny_pipeline(DRAWING[name])
+        given["picture-size"] = PICTURE_SIZE
     return [f"examples/{name}.toml", *(f"--{key}={value}" for key, value in given.items())]
 
 
@@ -87,7 +108,7 @@ def test_every_ready_run_is_tried_and_short():
         assert len((EXAMPLES / f"{name}.toml").read_text().splitlines()) <= 30, name
 
 
-@pytest.mark.parametrize("name", RUNS)
+@pytest.mark.parametrize("name", NAMES)
 def test_a_ready_run_is_one_that_could_start(name, pretend, tmp_path, capsys):
     pretend(RUNS[name])
     config = configured(arguments(name, tmp_path / "run"))
@@ -96,10 +117,14 @@ def test_a_ready_run_is_one_that_could_start(name, pretend, tmp_path, capsys):
     assert "warning" not in said
     assert read_inputs(config).resumed is None and not (tmp_path / "run").exists()
     # The stand-in model is short of context: what a real one would be refused for
-    assert config.max_generation_tokens + 1024 <= config.max_tokens_per_gpu
+    longest_prompt = 1 if name in DRAWING else 1024
+    num_sampled = config.flow_window or config.max_generation_tokens
+    assert num_sampled + longest_prompt <= config.max_tokens_per_gpu
 
 
-@pytest.mark.parametrize("name", [name for name, devices in RUNS.items() if "," in devices])
+@pytest.mark.parametrize(
+    "name", [name for name, devices in RUNS.items() if "," in devices and name not in DRAWING]
+)
 def test_it_needs_the_gpus_that_it_says_and_no_fewer(name, pretend, tmp_path, capsys):
     one_less = RUNS[name].rpartition(",")[0]
     pretend(one_less)
@@ -116,7 +141,7 @@ def test_engines_of_a_cluster_that_is_joined_take_none_of_the_gpus_here(pretend,
     assert configured(nine_ranks) is None and "9 GPUs are needed" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("name", RUNS)
+@pytest.mark.parametrize("name", NAMES)
 def test_a_dry_run_of_it_ends_well_and_writes_nothing(name, pretend, tmp_path):
     pretend(RUNS[name])
     with pytest.raises(SystemExit) as ended:

@@ -5,17 +5,23 @@ import io
 import struct
 import zlib
 from dataclasses import replace
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
+import torch
 from PIL import Image
+from safetensors.numpy import load_file
 
+from async_grpo.experience.evaluation import evaluation_stats
 from async_grpo.experience.packing import Packer, pack
 from async_grpo.experience.rollouts import reward_sample
 from async_grpo.experience.state import ExperienceState
 from async_grpo.experience.step_metrics import readable_samples
+from async_grpo.messages import StepEnd
 from async_grpo.rewards.adapter.pictures import with_decoded_picture
 from async_grpo.rewards.isolation.child import Reward, run_plain
+from async_grpo.training.record import Recorder, Recording
 from async_grpo.types import Completion, FinishReason, Group, Prompt, RewardStatus, Sample, Verdict
 
 PIXELS = np.arange(20, dtype=np.uint8).reshape(4, 5)
@@ -118,3 +124,56 @@ def test_a_restored_group_has_its_states_and_pictures(tmp_path):
     for before, after in zip(samples, restored.samples, strict=True):
         assert np.array_equal(before.completion.latents, after.completion.latents)
         assert before.completion.picture_png == after.completion.picture_png
+
+
+def with_text(sample_of_picture):
+    """Return the sample as one of a text, whose prompt is many bytes long."""
+    condition = (np.arange(12, dtype=np.float32).reshape(3, 4), np.ones(2, np.float32))
+    prompt = replace(sample_of_picture.prompt, token_ids=np.arange(50, dtype=np.int32))
+    completion = replace(sample_of_picture.completion, condition=condition)
+    return replace(sample_of_picture, prompt=prompt, completion=completion)
+
+
+def test_a_text_takes_one_place_in_a_batch_and_its_embeddings_are_there_once():
+    samples = [with_text(sample(0)), with_text(sample(1))]
+    batch = pack(samples)
+    assert batch.cu_seqlens.tolist() == [0, 4, 8] and samples[0].num_tokens == 4
+    assert batch.conditions[0] is batch.conditions[1]
+    assert pack([sample(0)]).conditions == ()
+
+
+def test_a_restored_group_has_the_embeddings_of_its_prompt(tmp_path):
+    samples = (with_text(sample(0)), with_text(sample(1, num_steps=2)))
+    group = Group(samples[0].prompt, samples, 3, 5)
+    labels = Group(sample(0).prompt, (sample(0),), 3, 6)
+    ExperienceState(2, 7, {}, {5: group, 6: labels}).save(tmp_path)
+    state = ExperienceState.load(tmp_path, lambda ordinal, question: samples[0].prompt)
+    for restored in state.alive[5].samples:
+        pairs = zip(restored.completion.condition, samples[0].completion.condition, strict=True)
+        assert all(np.array_equal(*pair) for pair in pairs)
+    assert state.alive[6].samples[0].completion.condition == ()
+
+
+@pytest.mark.parametrize(("pass_reward", "are_shown"), [(1.0, False), (0.4, True)])
+def test_pictures_have_a_mean_reward_and_pass_only_by_a_reward_that_is_set(pass_reward, are_shown):
+    group = Group(sample(0).prompt, (sample(0), sample(1)), 0, 0)
+    stats = evaluation_stats([group], pass_reward)
+    assert stats["avg_reward"] == 0.5
+    assert ("avg@2" in stats) == ("pass@1" in stats) == are_shown
+
+
+def test_a_record_has_the_embeddings_of_each_group_once(tmp_path):
+    batch = pack([with_text(sample(0)), with_text(sample(1))])
+    end = StepEnd(0, 1, 2, {})
+    source = Mock()
+    source.next_message.side_effect = [batch, end]
+    recorder = Recorder(source, tmp_path, 1, {})
+    recorder.next_message(0)
+    recorder.keep_logprobs(torch.zeros(1, 8))
+    recorder.next_message(0)
+    (file,) = (tmp_path / "record" / "step_000000000").glob("*.safetensors")
+    assert sum(".condition." in name for name in load_file(file)) == 2
+    restored = Recording(tmp_path, 1).next_message(0)
+    assert restored.conditions[0] is restored.conditions[1]
+    for before, after in zip(batch.conditions[0], restored.conditions[0], strict=True):
+        assert np.array_equal(before, after)

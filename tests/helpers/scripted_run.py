@@ -2,6 +2,9 @@
 
     python scripted_run.py FOLDER STALENESS STEPS [RANK WORLD_SIZE LORA_RANK PASSES]
 
+`draw` is a run of one rank whose policy draws. Its engine draws one picture at a time, because the last bits of a forward
+pass depend on the number of pictures in it.
+
 Generation takes its time, so that groups are finished, under way and not begun when it ends. Ranks but the first ask rank 0
 for their messages, through a socket in FOLDER.
 """
@@ -18,14 +21,16 @@ from typing import Any
 
 import torch
 from fake_chain import Chain, chain_config
+from flow_chain import FlowChain, darkness
 from tiny_policy import SETTINGS
 
 from async_grpo.cluster.make_trainer import make_trainer
 from async_grpo.config.base_weights import base_digest
 from async_grpo.config.lora import lora_settings
 from async_grpo.config.run import RunConfig
+from async_grpo.inference.drawing.engine import DrawingEngine
 from async_grpo.messages import Message
-from async_grpo.testing import FakeEngine
+from async_grpo.testing import FakeEngine, FakeVerification
 from async_grpo.training.distributed import distributed_run, leave
 
 
@@ -37,6 +42,38 @@ class SlowEngine(FakeEngine):
             await asyncio.sleep(0.03 * (seed % 97) / 97)
             async for completion in super().complete(prompt_token_ids, {member: seed}, sampling):
                 yield completion
+
+
+class SlowDrawing(DrawingEngine):
+    """Takes up to 30 ms more for a picture, by its seed."""
+
+    async def complete(self, prompt_token_ids, seeds, sampling=None):
+        for member, seed in seeds.items():
+            await asyncio.sleep(0.03 * (seed % 97) / 97)
+            async for picture in super().complete(prompt_token_ids, {member: seed}, sampling):
+                yield picture
+
+
+class SlowFlowChain(FlowChain):
+    """A run that draws, one picture at a time."""
+
+    engine_class = SlowDrawing
+    max_pictures = 1
+
+
+def draw(folder: Path, steps: int) -> None:
+    """Train a policy that draws, or continue the run in the folder."""
+    torch.set_num_threads(1)
+    chain = SlowFlowChain(
+        folder,
+        steps,
+        max_staleness=0,
+        checkpoint_every_s=0.3,
+        deterministic=True,
+        update_stats=False,
+    )
+    chain.train(lambda: FakeVerification(darkness))
+    leave()
 
 
 def scripted_config(staleness: int, steps: int, **changes: Any) -> RunConfig:

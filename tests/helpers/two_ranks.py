@@ -72,7 +72,8 @@ class RecordingOptimizer(torch.optim.SGD):
         self.policy, self.gradients = policy, None
 
     def step(self) -> None:
-        trained = [(name, p) for name, p in self.policy.named_parameters() if p.requires_grad]
+        # A weight that the output does not depend on has no gradient
+        trained = [(name, p) for name, p in self.policy.named_parameters() if p.grad is not None]
         self.gradients = {name: full(p.grad).clone() for name, p in trained}
 
 

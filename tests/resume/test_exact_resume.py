@@ -13,6 +13,7 @@ import pytest
 import scripted_run
 from forked import FORKED
 from safetensors.numpy import load_file
+from tiny_flow import NEEDS_DIFFUSERS
 
 from async_grpo.launch.process_variables import free_port
 
@@ -35,6 +36,21 @@ def start(folder: Path, staleness: int, ranks: int, lora_rank: int, passes: int)
     return processes
 
 
+def start_drawing(folder: Path) -> list[BaseProcess]:
+    """Start, or continue, the run of one rank whose policy draws."""
+    folder.mkdir(exist_ok=True)
+    process = FORKED.Process(target=draw_alone, args=(folder,), name="0")
+    process.daemon = True
+    process.start()
+    return [process]
+
+
+def draw_alone(folder: Path) -> None:
+    with (folder / "errors-0.txt").open("w") as errors:
+        os.dup2(errors.fileno(), 2)
+    scripted_run.draw(folder, STEPS)
+
+
 def run_rank(
     port: int, folder: Path, staleness: int, rank: int, world_size: int, lora_rank: int, passes: int
 ) -> None:
@@ -54,8 +70,8 @@ def finish(processes: list[BaseProcess], folder: Path) -> None:
 def kill_at_random(processes: list[BaseProcess], folder: Path, chance: random.Random) -> None:
     """SIGKILL all: one time in five at any moment of the start, else after the first checkpoint of this start."""
     begun, at_start = time.monotonic(), chance.random() < 0.2
-    old = set((folder / "model" / "out" / "checkpoints").glob("step_*"))
-    while not at_start and set((folder / "model" / "out" / "checkpoints").glob("step_*")) <= old:
+    old = set((out_of(folder) / "checkpoints").glob("step_*"))
+    while not at_start and set((out_of(folder) / "checkpoints").glob("step_*")) <= old:
         if not any(process.is_alive() for process in processes):
             break
         assert time.monotonic() - begun < DEADLINE_S
@@ -67,10 +83,17 @@ def kill_at_random(processes: list[BaseProcess], folder: Path, chance: random.Ra
         process.join()
 
 
+def out_of(folder: Path) -> Path:
+    """Return the output folder of a run; a run that draws has it beside its model."""
+    beside = folder / "out"
+    return beside if beside.exists() else folder / "model" / "out"
+
+
 def weights(folder: Path):
-    exported = folder / "model" / "out" / "hf_format"
+    exported = out_of(folder) / "hf_format"
     (last,) = exported.glob(f"samples_{STEPS * 8}")
-    (file,) = last.glob("*.safetensors")  # the model, or the adapter
+    # The model, the adapter, or the transformer of a model that draws
+    (file,) = [*last.glob("*.safetensors"), *last.glob("transformer/*.safetensors")]
     return load_file(file)
 
 
@@ -110,3 +133,20 @@ def test_a_run_killed_at_random_moments_ends_as_one_that_was_not(
         assert found.keys() == expected.keys()
         for name, tensor in expected.items():
             assert tensor.tobytes() == found[name].tobytes(), name
+
+
+@NEEDS_DIFFUSERS
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_run_that_draws_and_is_killed_at_three_moments_ends_as_one_that_was_not(tmp_path):
+    finish(start_drawing(tmp_path / "whole"), tmp_path / "whole")
+    expected = weights(tmp_path / "whole")
+    chance = random.Random(2)
+    folder = tmp_path / "killed"
+    for _ in range(3):
+        kill_at_random(start_drawing(folder), folder, chance)
+    finish(start_drawing(folder), folder)
+    resumed = weights(folder)
+    assert resumed.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert tensor.tobytes() == resumed[name].tobytes(), name

@@ -9,7 +9,9 @@ import numpy as np
 import pytest
 import torch
 from fake_chain import Chain, chain_config
+from flow_chain import FlowChain, darkness
 from safetensors.numpy import load_file
+from tiny_flow import NEEDS_DIFFUSERS
 from tiny_policy import save_tiny_model
 from transformers import AutoModelForCausalLM
 
@@ -21,6 +23,8 @@ from async_grpo.errors import ConfigurationError
 from async_grpo.launch.export import ExportConfig, export
 from async_grpo.launch.replay import ReplayConfig, replay
 from async_grpo.metrics.writer import METRICS_FILE, PARAMS_FILE
+from async_grpo.modeling.flow.folder import read_flow_folder
+from async_grpo.testing import FakeVerification
 from async_grpo.training.checkpoint_folder import checkpoints_of, read
 
 
@@ -216,3 +220,23 @@ def test_several_passes_are_replayed_bit_for_bit(tmp_path):
         assert same(found, weights_of((folder, chain))) and [line["step"] for line in lines] == [
             *range(5, 13)
         ]
+
+
+@NEEDS_DIFFUSERS
+def test_a_run_that_draws_is_replayed_bit_for_bit_and_its_checkpoint_exported(tmp_path, capsys):
+    chain = FlowChain(tmp_path, steps=3, record=True, checkpoint_every_s=0.01, keep_checkpoints=100)
+    chain.train(lambda: FakeVerification(darkness))
+    folder = chain.config.output_path
+    settings = json.loads(json.dumps(asdict(chain.settings)))
+    write_params(folder / PARAMS_FILE, replace(chain.config, reward_fns="countdown"), {"settings": settings})
+    with pytest.raises(SystemExit) as ended:
+        main(["replay", str(folder)])
+    assert ended.value.code == 0, capsys.readouterr().err
+    file = "transformer/diffusion_pytorch_model.safetensors"
+    (trained,) = (folder / "hf_format").glob(f"samples_*/{file}")
+    (replayed,) = (folder / "replay" / "hf_format").glob(f"samples_*/{file}")
+    assert same(load_file(replayed), load_file(trained))
+    target = tmp_path / "exported"
+    export(ExportConfig(path=str(folder), output_dir=str(target), dtype="float32"))
+    assert same(load_file(target / file), load_file(trained))
+    assert read_flow_folder(target).fingerprint == read_flow_folder(tmp_path / "model").fingerprint

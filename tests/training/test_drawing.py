@@ -16,6 +16,7 @@ from async_grpo.messages import dummy_micro_batch
 from async_grpo.modeling.flow.canary import canary_texts
 from async_grpo.modeling.flow.folder import read_flow_folder
 from async_grpo.modeling.flow.policy import FlowPolicy
+from async_grpo.modeling.flow.prompt_inputs import PromptInputs
 from async_grpo.training.config import OptimizerConfig
 from async_grpo.training.drawing.export import FlowExporter
 from async_grpo.training.drawing.objective import FlowObjective
@@ -185,5 +186,5 @@ def test_dropout_of_labels_is_off_in_training_mode(tmp_path):
     policy = FlowPolicy.of_folder(read_flow_folder(tmp_path), NUM_STEPS, NOISE_LEVEL).train()
     x = torch.randn(200, 1, 4, 4)
     steps = torch.zeros(200, dtype=torch.int64)
-    labels = torch.zeros(200, dtype=torch.int64)
-    assert torch.equal(policy.velocity(x, steps, labels), policy.velocity(x, steps, labels))
+    prompts = PromptInputs(torch.zeros(200, dtype=torch.int64))
+    assert torch.equal(policy.velocity(x, steps, prompts), policy.velocity(x, steps, prompts))

@@ -23,6 +23,7 @@ class FlowConfig(Section):
         "pictures; it needs --engine drawing).",
         "Drawing",
         choices=POLICIES,
+        portable=True,
     )
     flow_window: int = _drawing(
         0,
@@ -39,6 +40,18 @@ class FlowConfig(Section):
     flow_window_every: int = _drawing(
         25,
         "Number of optimizer steps after which a sliding window moves by one denoising step.",
+        range=POSITIVE,
+    )
+
+    picture_size: int = _drawing(
+        0,
+        "Height and width of the pictures in pixels. 0 means the size for which the model was made.",
+        range=NOT_NEGATIVE,
+    )
+    guidance: float = _drawing(
+        1.0,
+        "Weight of the prompt against the negative prompt, or against no label (classifier-free guidance), in training and "
+        "evaluation; for FLUX, the number that the model reads. 1 means no guidance.",
         range=POSITIVE,
     )
 

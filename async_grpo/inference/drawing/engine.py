@@ -19,12 +19,15 @@ from async_grpo.algorithm.flow.sde import ode_step, step_logprobs
 from async_grpo.algorithm.flow.windows import stochastic_steps
 from async_grpo.errors import ConfigurationError, RequestRefused, WorkerLost
 from async_grpo.inference.copied_weights import copy_weights
-from async_grpo.inference.drawing.pictures import Denoising, Picture
+from async_grpo.inference.drawing.pictures import Denoising, DrawnPrompt, Picture, png_of
+from async_grpo.inference.drawing.prompts import prompt_reader
 from async_grpo.messages import FlowSettings, SharedRunSettings
 from async_grpo.modeling.flow.canary import flow_canary_logprobs
 from async_grpo.modeling.flow.folder import FlowFolder, read_flow_folder
 from async_grpo.modeling.flow.policy import FlowPolicy
+from async_grpo.modeling.flow.prompt_inputs import PromptInputs
 from async_grpo.modeling.flow.schedule import FlowSchedule
+from async_grpo.modeling.load import torch_dtype
 from async_grpo.protocols import Manifest
 from async_grpo.types import Completion, Sampling
 from async_grpo.weights.package import unpack
@@ -35,7 +38,8 @@ UNSYNCED = -1  # policy version before the first weights
 class DrawingEngine:
     """An `Engine` that draws.
 
-    A prompt is one token, the number of a label, and a completion has one token for each stochastic denoising step. All
+    A prompt is one token, the number of a label, or the bytes of a text. A completion has one token for each stochastic
+    denoising step. All
     pictures in progress take their next step in one forward pass, whatever step that is (continuous batching). New weights
     are loaded between two passes, so the steps of a picture may have different policy versions.
 
@@ -55,6 +59,7 @@ class DrawingEngine:
         self.policy_version = UNSYNCED
         self._policy = policy.eval().requires_grad_(False)
         self._folder = folder
+        self._reader = prompt_reader(folder, policy)
         self._settings = settings
         self._max_pictures = max_pictures
         self._schedule_of = cache(folder.schedule)  # number of steps -> their times
@@ -85,8 +90,16 @@ class DrawingEngine:
     def start(cls, config: Any, settings: SharedRunSettings) -> Self:
         """Load the model, on the GPU if there is one. Must run inside an event loop. See `Engine`."""
         assert settings.flow is not None, "`check_model` has refused other runs"
-        folder = read_flow_folder(config.model_path)
-        policy = FlowPolicy.of_folder(folder, settings.flow.num_steps, settings.temperature)
+        flow = settings.flow
+        folder = read_flow_folder(config.model_path).with_options(flow.picture_size, flow.guidance)
+        policy = FlowPolicy.of_folder(
+            folder,
+            flow.num_steps,
+            settings.temperature,
+            guidance=flow.guidance,
+            dtype=torch_dtype(settings.dtype),
+        )
+        policy.cast_weights()
         policy.to("cuda" if torch.cuda.is_available() else "cpu")
         return cls(policy, folder, settings, config.max_sequences)
 
@@ -105,15 +118,15 @@ class DrawingEngine:
 
         Raises:
             RequestRefused: The request has a grammar or stop texts.
-            ConfigurationError: The prompt is not the number of a label.
+            ConfigurationError: The prompt is not one of this model.
             WorkerLost: A forward pass failed, or the engine is closed.
         """
         self._refuse_if_ended()
         sampling = sampling or Sampling()
         if sampling.grammar or sampling.stop:
             raise RequestRefused("--engine drawing draws pictures, which have no grammar and no stop texts")
-        label = self._label(prompt_token_ids)
-        pictures = [self._begin(label, member, seed, sampling) for member, seed in seeds.items()]
+        prompt = await asyncio.wrap_future(self._thread.submit(self._reader.read, prompt_token_ids))
+        pictures = [self._begin(prompt, member, seed, sampling) for member, seed in seeds.items()]
         self._pictures += pictures
         self._arrival.set()
         if self._serving is None:
@@ -132,16 +145,7 @@ class DrawingEngine:
         if self._failure.done():
             raise WorkerLost(self._failure.result())
 
-    def _label(self, prompt_token_ids: np.ndarray) -> int:
-        is_label = len(prompt_token_ids) == 1 and 0 <= prompt_token_ids[0] < self._folder.num_labels
-        if not is_label:
-            raise ConfigurationError(
-                f"a prompt must be one number below {self._folder.num_labels}, the label to draw, not "
-                f"{prompt_token_ids[:8].tolist()}"
-            )
-        return int(prompt_token_ids[0])
-
-    def _begin(self, label: int, member: int, seed: int, sampling: Sampling) -> Picture:
+    def _begin(self, prompt: DrawnPrompt, member: int, seed: int, sampling: Sampling) -> Picture:
         """Return a picture of which no step is done."""
         schedule: FlowSchedule = self._schedule_of(sampling.max_tokens or self._flow.num_steps)
         temperature = sampling.temperature
@@ -159,7 +163,7 @@ class DrawingEngine:
             )
         return Picture(
             member=member,
-            label=label,
+            prompt=prompt,
             denoising=Denoising(schedule, noise_level),
             stochastic=stochastic,
             generator=torch.Generator().manual_seed(seed),
@@ -202,6 +206,7 @@ class DrawingEngine:
         in_order = sorted(pictures, key=_denoising_order)
         for _, same_denoising in itertools.groupby(in_order, key=_denoising_order):
             self._advance_alike(list(same_denoising))
+        self._decode([picture for picture in pictures if picture.is_finished])
 
     def _advance_alike(self, pictures: Sequence[Picture]) -> None:
         """Do one step of pictures with the same `Denoising`, in one forward pass."""
@@ -210,8 +215,12 @@ class DrawingEngine:
         schedule = denoising.schedule
         states = torch.stack([picture.state for picture in pictures]).to(device)
         steps = torch.tensor([picture.step for picture in pictures], device=device)
-        labels = torch.tensor([picture.label for picture in pictures], device=device)
-        velocities = self._policy.velocity(states, steps, labels, schedule)
+        prompts = PromptInputs.of_steps(
+            torch.tensor([picture.prompt.label for picture in pictures], device=device),
+            [picture.prompt.condition for picture in pictures],
+            range(len(pictures)),
+        )
+        velocities = self._policy.velocity(states, steps, prompts, schedule)
         times = schedule.times(steps)
         next_states = ode_step(states, velocities, times.begin, times.end)
         logprobs = torch.zeros(len(pictures), device=device)
@@ -225,6 +234,12 @@ class DrawingEngine:
         rows = zip(pictures, next_states.cpu(), logprobs.tolist(), strict=True)
         for picture, state, logprob in rows:
             picture.advance(state, logprob, self.policy_version)
+
+    def _decode(self, pictures: Sequence[Picture]) -> None:
+        """Give finished pictures their files, one by one: a VAE needs much memory for a picture."""
+        for picture in pictures:
+            pixels = self._reader.decode(picture.state[None].to(self._policy.device))[0]
+            picture.png = png_of(pixels.float().cpu().numpy())
 
     async def update(self, version: int, chunks: Sequence[memoryview]) -> Manifest:
         """Replace the weights between two forward passes. See `Engine`.

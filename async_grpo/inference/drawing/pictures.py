@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from PIL import Image
 
+from async_grpo.modeling.flow.prompt_inputs import Condition
 from async_grpo.modeling.flow.schedule import FlowSchedule
 from async_grpo.types import Completion, FinishReason
 
@@ -21,26 +22,35 @@ class Denoising:
     noise_level: float  # 0 draws without noise (ODE)
 
 
+@dataclass(frozen=True)
+class DrawnPrompt:
+    """What the model reads of a prompt."""
+
+    label: int  # number of the label; any number if the prompt is a text
+    condition: Condition = ()  # embeddings of a text; () if the prompt is a label
+
+
 @dataclass
 class Picture:
     """A picture that is being drawn: its current state, and the steps that are its tokens.
 
     Args:
         member: Index of the picture in its group.
-        label: Number of the label to draw.
+        prompt: The prompt to draw.
         denoising: How it is drawn.
         stochastic: Indices of its stochastic steps.
         generator: Source of its noise, so that a seed always gives the same picture.
-        shape: Channels, height and width.
+        shape: Channels, height and width of the state.
     """
 
     member: int
-    label: int
+    prompt: DrawnPrompt
     denoising: Denoising
     stochastic: range
     generator: torch.Generator
     shape: tuple[int, int, int]
     step: int = 0  # number of finished steps
+    png: bytes = b""  # the finished picture as a PNG file; b"" until it is decoded
     begun_at: float = field(default_factory=time.time)  # Unix time
     # Set to the completion when the picture is finished
     completion: asyncio.Future[Completion] = field(
@@ -97,13 +107,15 @@ class Picture:
             text="",
             member=self.member,
             latents=np.stack(self._latents) if self._latents else None,
-            picture_png=png_of(self.state.numpy()),
+            # Only samples that can be trained on need the embeddings of their prompt, which are large
+            condition=self.prompt.condition if self._latents else (),
+            picture_png=self.png,
         )
 
 
-def png_of(state: np.ndarray) -> bytes:
-    """Return a finished state (channels, height, width), with values from -1 to 1, as a PNG file, gray or RGB."""
-    values = np.clip((state + 1) / 2, 0, 1)
+def png_of(picture: np.ndarray) -> bytes:
+    """Return a picture (channels, height, width), with values from -1 to 1, as a PNG file, gray or RGB."""
+    values = np.clip((picture + 1) / 2, 0, 1)
     pixels = np.round(255 * values).astype(np.uint8).transpose(1, 2, 0)
     if pixels.shape[2] == 1:
         pixels = pixels[:, :, 0]

@@ -36,7 +36,8 @@ def flow_canary_logprobs(
     boundaries = torch.tensor([0, *map(len, texts)]).cumsum(0)
     mask = torch.ones_like(input_ids, dtype=torch.bool)
     latents = torch.cat([_fixed_latents(policy, text) for text in texts])
-    logprobs = policy(input_ids, boundaries, mask, latents.to(policy.device))[0]
+    conditions = [policy.random_condition(_random_of(text)) for text in texts]
+    logprobs = policy(input_ids, boundaries, mask, latents.to(policy.device), conditions)[0]
     return logprobs.float().cpu().numpy()
 
 
@@ -48,7 +49,7 @@ def _fixed_latents(
     The states after the steps are drawn as a policy with a fixed, random velocity would draw them. So the log-probs of the
     trained policy are numbers of a moderate size, whatever the length of a step.
     """
-    random = np.random.default_rng([int(token) for token in text])
+    random = _random_of(text)
     shape = (len(text), *policy.latent_shape)
     before, velocity, noise = (
         torch.from_numpy(random.standard_normal(shape).astype(np.float32)) for _ in range(3)
@@ -59,3 +60,8 @@ def _fixed_latents(
     latents[1:, BEFORE] = before[1:]
     latents[1:, AFTER] = mean + std[:, None, None, None] * noise[1:]
     return latents
+
+
+def _random_of(text: Int[np.ndarray, " _tokens"]) -> np.random.Generator:
+    """Return a generator that gives the same numbers for a text in every process."""
+    return np.random.default_rng([int(token) for token in text])

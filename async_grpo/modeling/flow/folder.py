@@ -4,6 +4,7 @@
     transformer/config.json          the model that predicts the velocity
     transformer/*.safetensors        its weights
     scheduler/scheduler_config.json  the times of the denoising steps
+    vae/, text_encoder/, ...         further parts of a model that reads texts, which only engines load
 
 diffusers provides the model and the scheduler (extra `draw`). The weights are read from safetensors files alone.
 """
@@ -11,33 +12,35 @@ diffusers provides the model and the scheduler (extra `draw`). The weights are r
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
-import numpy as np
 import torch
 
 from async_grpo.algorithm.flow.windows import MAX_DENOISING_STEPS
 from async_grpo.errors import ConfigurationError
+from async_grpo.modeling.flow.families import FAMILIES
+from async_grpo.modeling.flow.families.family import FlowFamily
+from async_grpo.modeling.flow.pipeline_index import (
+    INDEX_FILE,
+    SCHEDULER,
+    SCHEDULER_CLASS,
+    TRANSFORMER,
+    VAE,
+    labels_of,
+    part_classes_of,
+)
 from async_grpo.modeling.flow.schedule import FlowSchedule
-from async_grpo.modeling.model_files import refuse_more_parameters, weight_shapes
+from async_grpo.modeling.model_files import check_model_folder, refuse_more_parameters, weight_shapes
 from async_grpo.options.fields import refuse
 from async_grpo.processes.untrusted_files import read_json
 
-INDEX_FILE = "model_index.json"
-TRANSFORMER = "transformer"
-SCHEDULER = "scheduler"
 SCHEDULER_FILE = "scheduler_config.json"
-# The pipelines that can be trained, each with the classes of its model and of its scheduler
-KNOWN_PIPELINES = {"DiTPipeline": ("DiTTransformer2DModel", "FlowMatchEulerDiscreteScheduler")}
-MAX_LABELS = 100_000
-MAX_LABEL_DIGITS = 6  # digits of the number of a label
-# Largest values of a configuration. Without them, a wrong number could occupy the machine before it is noticed
-MAX_BLOCKS = 1000
-MAX_PICTURE_SIZE = 1024  # height and width, in pixels
+NUM_BYTES = 256  # a prompt in words is a list of bytes
 MAX_SCHEDULER_TIMES = 1_000_000
+MAX_LATENT_SIZE = 1024  # height and width of the states that are denoised
 ROUNDING = 1e-6  # by which a time of 1 may be larger
 INSTALL = "diffusers is not installed: pip install 'async-grpo[draw]'"
 # Errors that diffusers and torch raise for files with arbitrary contents
@@ -60,20 +63,61 @@ class FlowFolder:
     """The description of a flow-matching model in a folder, without its weights."""
 
     path: Path
-    labels: Mapping[str, int]  # name of a label -> its number, which the model is conditioned on
+    family: FlowFamily
+    labels: Mapping[
+        str, int
+    ]  # name of a label -> its number, which the model is conditioned on; {} if it reads texts
     model_config: Mapping[str, Any]  # transformer/config.json
     scheduler_config: Mapping[str, Any]
+    vae_config: Mapping[str, Any]  # vae/config.json; {} without a VAE
+    part_classes: Mapping[
+        str, str
+    ]  # part of the pipeline -> its class, without the transformer and the scheduler
+    picture_size: int = 0  # height and width in pixels; 0 means the model's own
 
     @property
     def num_labels(self) -> int:
-        """Return the number of labels."""
-        return int(self.model_config["num_embeds_ada_norm"])
+        """Return the number of labels, or of the values of a byte if the model reads texts."""
+        return NUM_BYTES if self.family.reads_text else int(self.model_config["num_embeds_ada_norm"])
 
     @property
     def latent_shape(self) -> tuple[int, int, int]:
-        """Return channels, height and width of a picture."""
-        size = int(self.model_config["sample_size"])
-        return int(self.model_config["in_channels"]), size, size
+        """Return channels, height and width of the states that are denoised.
+
+        Raises:
+            ConfigurationError: The model cannot draw pictures of this size.
+        """
+        return self.family.latent_shape(self.model_config, self.vae_config, self.picture_size)
+
+    @property
+    def picture_shape(self) -> tuple[int, int, int]:
+        """Return colors, height and width of a picture."""
+        return self.family.picture_shape(self.model_config, self.vae_config, self.picture_size)
+
+    @property
+    def num_tokens(self) -> int:
+        """Return the number of tokens of a picture in the transformer."""
+        return self.family.num_tokens(self.latent_shape, self.model_config)
+
+    def with_options(self, picture_size: int, guidance: float) -> Self:
+        """Return the description with another size of the pictures.
+
+        Args:
+            picture_size: Height and width in pixels; 0 means the model's own.
+            guidance: Guidance of the run, which is checked.
+
+        Raises:
+            ConfigurationError: The model cannot draw this size, or cannot be guided so.
+        """
+        refuse(
+            guidance != 1 and not self.family.can_be_guided(self.model_config),
+            f"--guidance {guidance:g}: the model in {self.path} has no guidance (guidance_embeds is false): leave it "
+            "out",
+        )
+        folder = replace(self, picture_size=picture_size)
+        size = folder.latent_shape[1]
+        refuse(size > MAX_LATENT_SIZE, f"--picture-size {picture_size} is too large: {size} x {size} latents")
+        return folder
 
     @property
     def fingerprint(self) -> str:
@@ -83,13 +127,14 @@ class FlowFolder:
             "model": _without_versions(self.model_config),
             "scheduler": _without_versions(self.scheduler_config),
         }
+        if self.family.reads_text:
+            description |= {"parts": dict(self.part_classes), "vae": _without_versions(self.vae_config)}
         return hashlib.sha256(json.dumps(description, sort_keys=True).encode()).hexdigest()
 
     def schedule(self, num_steps: int) -> FlowSchedule:
         """Return the times of `num_steps` denoising steps.
 
-        The scheduler gets evenly spaced times from 1 to 1 / num_steps, and may shift them, as the pipelines of diffusers
-        do for flow-matching models.
+        The scheduler gets the arguments that the pipeline of diffusers would pass.
 
         Raises:
             ConfigurationError: diffusers is not installed, or cannot use the folder's scheduler.
@@ -99,10 +144,11 @@ class FlowFolder:
             f"a picture is drawn in 1 to {MAX_DENOISING_STEPS} denoising steps, not {num_steps}: set "
             "--max-generation-tokens, such as 10 (and --eval-max-tokens for evaluations)",
         )
-        scheduler_class = _diffusers().FlowMatchEulerDiscreteScheduler
+        scheduler_class = getattr(_diffusers(), SCHEDULER_CLASS)
         try:
             scheduler = scheduler_class.from_config(dict(self.scheduler_config))
-            scheduler.set_timesteps(sigmas=np.linspace(1.0, 1.0 / num_steps, num_steps).tolist())
+            arguments = self.family.times_arguments(num_steps, self.scheduler_config, self.num_tokens)
+            scheduler.set_timesteps(**arguments)
         except UNUSABLE as error:
             raise ConfigurationError(f"the scheduler in {self.path} cannot be used: {error}") from error
         sigmas = tuple(scheduler.sigmas.tolist())
@@ -121,7 +167,7 @@ class FlowFolder:
         """
         folder = self.path / TRANSFORMER
         self.check_weights()
-        model_class = _diffusers().DiTTransformer2DModel
+        model_class = getattr(_diffusers(), self.family.model_class)
         try:
             return model_class.from_pretrained(
                 folder,
@@ -132,6 +178,36 @@ class FlowFolder:
             )
         except UNUSABLE as error:
             raise ConfigurationError(f"the model in {folder} cannot be loaded: {error}") from error
+
+    def load_pipeline(self, model: Any, encoder_dtype: torch.dtype) -> Any:
+        """Return the pipeline with its text encoders and its VAE (float32) on the CPU, without gradients.
+
+        Args:
+            model: The transformer.
+            encoder_dtype: Dtype of the text encoders. Trainer and engine agree whatever it is, because the engine computes
+                the embeddings for both.
+
+        Raises:
+            ConfigurationError: A part is missing or cannot be loaded.
+        """
+        pipeline_class = getattr(_diffusers(), self.family.pipeline_class)
+        for part in self.part_classes:
+            check_model_folder(self.path / part)
+        try:
+            pipeline = pipeline_class.from_pretrained(
+                self.path,
+                transformer=model,
+                use_safetensors=True,
+                local_files_only=True,
+                torch_dtype={"default": encoder_dtype, "vae": torch.float32},
+            )
+        except UNUSABLE as error:
+            raise ConfigurationError(f"the pipeline in {self.path} cannot be loaded: {error}") from error
+        modules = [module for name, module in pipeline.components.items() if name in self.part_classes]
+        for module in modules:
+            if isinstance(module, torch.nn.Module):
+                module.eval().requires_grad_(False)
+        return pipeline
 
     def check_weights(self) -> None:
         """Compare names and shapes of the weights in the files with the configuration.
@@ -147,7 +223,7 @@ class FlowFolder:
         Raises:
             ConfigurationError: diffusers is not installed, or cannot make a model of the configuration.
         """
-        model_class = _diffusers().DiTTransformer2DModel
+        model_class = getattr(_diffusers(), self.family.model_class)
         try:
             with torch.device("meta"):
                 return model_class.from_config(dict(self.model_config))
@@ -176,25 +252,20 @@ def read_flow_folder(path: str | Path) -> FlowFolder:
     )
     index = _read(folder / INDEX_FILE)
     name = str(index.get("_class_name"))
-    pipelines = ", ".join(KNOWN_PIPELINES)
-    refuse(name not in KNOWN_PIPELINES, f"{folder} holds a {name}; only these can be trained: {pipelines}")
-    model_name, scheduler_name = KNOWN_PIPELINES[name]
-    for part, expected in ((TRANSFORMER, model_name), (SCHEDULER, scheduler_name)):
-        part_class = index.get(part)
-        is_expected = isinstance(part_class, list) and part_class[-1:] == [expected]
-        refuse(not is_expected, f"{folder / INDEX_FILE} says {part} {part_class}, not {expected}")
-    refuse(
-        index.get("vae") not in (None, [], [None, None]),
-        f"{folder} has a vae, which is not supported yet: the model must draw pixels",
-    )
+    pipelines = ", ".join(FAMILIES)
+    refuse(name not in FAMILIES, f"{folder} holds a {name}; only these can be trained: {pipelines}")
+    family = FAMILIES[name]
+    part_classes = part_classes_of(index, family, folder / INDEX_FILE)
     flow_folder = FlowFolder(
         path=folder,
-        labels=_labels(index, folder),
+        family=family,
+        labels={} if family.reads_text else labels_of(index, folder / INDEX_FILE),
         model_config=_read(folder / TRANSFORMER / "config.json"),
         scheduler_config=_read(folder / SCHEDULER / SCHEDULER_FILE),
+        vae_config=_read(folder / VAE / "config.json") if VAE in part_classes else {},
+        part_classes=part_classes,
     )
-    _check_model_config(flow_folder)
-    _check_scheduler_config(flow_folder)
+    _check_configs(flow_folder)
     return flow_folder
 
 
@@ -207,84 +278,22 @@ def _read(path: Path) -> dict[str, Any]:
     return dict(content)
 
 
-def _labels(index: Mapping[str, Any], folder: Path) -> dict[str, int]:
-    """Return the number of each label. A folder that names none has the labels "0", "1" and so on, without a mapping.
-
-    Raises:
-        ConfigurationError: The names are no mapping, or a name or number occurs twice, so that a prompt could draw another
-            label than it names.
-    """
-    names = index.get("id2label")
-    if names is None:
-        return {}
-    file = folder / INDEX_FILE
-    is_mapping = isinstance(names, dict) and 0 < len(names) <= MAX_LABELS
+def _check_configs(folder: FlowFolder) -> None:
+    """Refuse configurations whose model does not predict one velocity per number of the state, or need too much memory."""
+    folder.family.check(folder.model_config, folder.path / TRANSFORMER / "config.json")
+    try:
+        shape = folder.latent_shape
+    except UNUSABLE as error:
+        raise ConfigurationError(f"the VAE of {folder.path} cannot be used: {error}") from error
     refuse(
-        not is_mapping or not all(_is_label(key, name) for key, name in names.items()),
-        f"{file}: id2label must map numbers to texts, at most {MAX_LABELS}",
+        not 1 <= shape[1] <= MAX_LATENT_SIZE,
+        f"{folder.path}: the model denoises {shape[1]} x {shape[2]} numbers, more than {MAX_LATENT_SIZE}",
     )
-    labels: dict[str, int] = {}
-    for key, text in names.items():
-        name = text.strip()
-        refuse(name in labels, f"{file}: id2label has the name {name[:80]!r} twice")
-        labels[name] = int(key)
-    refuse(len(set(labels.values())) < len(labels), f"{file}: id2label has a number twice")
-    return labels
-
-
-def _is_label(key: str, name: Any) -> bool:
-    return key.isdecimal() and len(key) <= MAX_LABEL_DIGITS and isinstance(name, str)
-
-
-def _check_model_config(folder: FlowFolder) -> None:
-    """Refuse a configuration whose model does not predict one velocity per number of the picture."""
-    config = folder.model_config
-    config_file = folder.path / TRANSFORMER / "config.json"
-    for name in (
-        "in_channels",
-        "sample_size",
-        "num_embeds_ada_norm",
-        "patch_size",
-        "num_layers",
-        "num_attention_heads",
-        "attention_head_dim",
-    ):
-        value = config.get(name)
-        refuse(
-            type(value) is not int or value < 1,
-            f"{config_file}: {name} is {value}, not a whole number above 0",
-        )
-    size = config["sample_size"]
-    refuse(
-        size > MAX_PICTURE_SIZE, f"{config_file}: sample_size is {size}, more than {MAX_PICTURE_SIZE} pixels"
-    )
-    refuse(
-        size % config["patch_size"] != 0,
-        f"{config_file}: sample_size {size} is no multiple of patch_size {config['patch_size']}",
-    )
-    refuse(
-        config["num_layers"] > MAX_BLOCKS,
-        f"{config_file}: num_layers is {config['num_layers']}, more than {MAX_BLOCKS}",
-    )
-    refuse(
-        folder.latent_shape[0] not in (1, 3),
-        f"{config_file}: in_channels is {config['in_channels']}; pictures have 1 channel (gray) or 3 (RGB)",
-    )
-    out_channels = config.get("out_channels") or config["in_channels"]
-    refuse(
-        out_channels != config["in_channels"],
-        f"{config_file}: out_channels is {out_channels}, but the velocity has {config['in_channels']} channels",
-    )
-    refuse(bool(config.get("dropout")), f"{config_file}: dropout must be 0, or log-probs would not repeat")
     highest = max(folder.labels.values(), default=0)
     refuse(
         highest >= folder.num_labels,
         f"{folder.path / INDEX_FILE}: label {highest} is outside the model's {folder.num_labels} labels",
     )
-
-
-def _check_scheduler_config(folder: FlowFolder) -> None:
-    """Refuse a number of training times for which the scheduler would need too much memory."""
     num_times = folder.scheduler_config.get("num_train_timesteps", 1)
     refuse(
         type(num_times) is not int or not 1 <= num_times <= MAX_SCHEDULER_TIMES,

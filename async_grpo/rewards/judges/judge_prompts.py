@@ -54,8 +54,8 @@ def refuse_unseen_picture(sample: Mapping[str, Any]) -> None:
     """
     if PICTURES_KEY in sample and not sample.get("completion"):
         raise ConfigurationError(
-            "the sample is a picture, and this judge sees only texts: use a function that reads sample['picture'], or "
-            f"HTTPScorer(images={PICTURES_KEY!r})"
+            "the sample is a picture, and this judge sees only texts: use a function that reads sample['picture'], "
+            f"PictureJudge, or HTTPScorer(images={PICTURES_KEY!r})"
         )
 
 

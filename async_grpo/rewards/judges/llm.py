@@ -11,7 +11,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 from async_grpo.metrics.free_numbers import MAX_EXTRA
 from async_grpo.rewards.http.endpoint import (
@@ -97,6 +97,7 @@ class LLMJudge(ModelJudge):
     temperature: float | None = 0.0
     max_tokens: int = 512
     max_tokens_name: str = "max_tokens"
+    _shown_name: ClassVar[str] = "{completion}"  # name that a template must have
     _template: Template = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -106,8 +107,8 @@ class LLMJudge(ModelJudge):
         check_reading(self.pattern, self.json_schema, self.score_key)
         low, high = self.scale
         votes = self.votes
-        shows_completion = not self._template.names.isdisjoint(WRITTEN_BY_THE_POLICY)
-        shows_rubric = self.rubric == RUBRIC or "rubric" in self._template.names
+        is_default_rubric = self.rubric == type(self).rubric
+        shows_rubric = is_default_rubric or "rubric" in self._template.names
         has_valid_min_votes = self.min_votes is None or 1 <= self.min_votes <= votes
         temperature = self.temperature or 0.0
         require_all(
@@ -115,7 +116,10 @@ class LLMJudge(ModelJudge):
                 shows_rubric,
                 f"rubric={self.rubric[:MAX_SHOWN_RUBRIC_CHARACTERS]!r} would not be shown: the template has no {{rubric}}",
             ),
-            (shows_completion, "the template shows no {completion}: every score would be the same"),
+            (
+                self._shows_sample(),
+                f"the template shows no {self._shown_name}: every score would be the same",
+            ),
             (-MAX_EXTRA <= low < high <= MAX_EXTRA, f"scale={self.scale} is not (worst, best)"),
             (1 <= votes <= MAX_VOTES, f"{votes=} is not in 1..{MAX_VOTES}"),
             (
@@ -130,6 +134,10 @@ class LLMJudge(ModelJudge):
             (self.max_tokens >= 1, f"max_tokens={self.max_tokens} leaves no room for a reply"),
             (0 <= temperature < math.inf, f"temperature={temperature} is negative or infinite"),
         )
+
+    def _shows_sample(self) -> bool:
+        """Return whether the template shows what is to be judged."""
+        return not self._template.names.isdisjoint(WRITTEN_BY_THE_POLICY)
 
     def default_path(self) -> str:
         """Return the path of chat completions, without /v1 if all base URLs already end with it."""

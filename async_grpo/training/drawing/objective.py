@@ -29,7 +29,7 @@ class FlowObjective(Objective):
 
     def forward(self, policy: torch.nn.Module, batch: BatchTensors) -> tuple[Float[Tensor, "1 packed"], ...]:
         """Return (log-probs, entropies) of the trained denoising steps, and keep their KL divergences in the batch."""
-        outputs = policy(batch.input_ids, batch.cu_seqlens, batch.mask[0], batch.latents)
+        outputs = policy(batch.input_ids, batch.cu_seqlens, batch.mask[0], batch.latents, batch.conditions)
         logprobs, entropies, *divergences = (output[None] for output in outputs)
         batch.kl_to_reference = divergences[0] if divergences else None
         return logprobs, entropies

@@ -1,7 +1,5 @@
 """Load the policy of a run that draws, and shard it over the ranks."""
 
-from typing import Any
-
 import numpy as np
 from jaxtyping import Float32, Int
 
@@ -10,6 +8,7 @@ from async_grpo.modeling.flow.canary import flow_canary_logprobs
 from async_grpo.modeling.flow.folder import read_flow_folder
 from async_grpo.modeling.flow.policy import FlowPolicy
 from async_grpo.modeling.load import torch_dtype
+from async_grpo.modeling.lora import add_lora, fill_lora
 from async_grpo.training.config import OptimizerConfig
 from async_grpo.training.distributed import Ranks
 from async_grpo.training.sharding import release_gathered, shard_modules
@@ -28,27 +27,39 @@ def load_flow_policy(
         keeps_reference: Whether the loss has a KL penalty, for which the initial model is kept.
     """
     assert settings.flow is not None
-    folder = read_flow_folder(path)
+    flow = settings.flow
+    folder = read_flow_folder(path).with_options(flow.picture_size, flow.guidance)
     policy = FlowPolicy.of_folder(
-        folder, settings.flow.num_steps, settings.temperature, keeps_reference=keeps_reference
+        folder,
+        flow.num_steps,
+        settings.temperature,
+        guidance=flow.guidance,
+        dtype=torch_dtype(settings.dtype),
+        keeps_reference=keeps_reference and settings.lora is None,
     )
     policy.to(ranks.device)
-    return shard_flow_policy(policy, ranks, config, settings.dtype)
+    if settings.lora is None:
+        return shard_flow_policy(policy, ranks, config, settings.dtype)
+    # Weights that LoRA freezes are only read, so they have the dtype of the computation
+    policy.cast_weights()
+    policy.reference_is_base = keeps_reference
+    add_lora(policy.model, settings.lora)
+    shard_flow_policy(policy, ranks, config, settings.dtype)
+    fill_lora(policy.model, settings.lora, settings.seed, ranks.device)
+    return policy
 
 
 def shard_flow_policy(
     policy: FlowPolicy, ranks: Ranks, config: OptimizerConfig, dtype: str = "float32"
 ) -> FlowPolicy:
-    """Shard the policy in place over the ranks (FSDP2), and return it. Each block of a transformer is a unit.
-
-    The first block belongs to the root unit: after all blocks, the model calls the embedding of times and labels inside its
-    first block again, whose weights would then be sharded.
-    """
-    layers: list[Any] = list(policy.model.transformer_blocks)[1:]
+    """Shard the policy in place over the ranks (FSDP2), and return it. Each block of a transformer is a unit."""
+    if config.gradient_checkpointing:
+        policy.model.enable_gradient_checkpointing()
+    layers = policy.family.blocks(policy.model)
     if policy.reference is not None:
-        reference: Any = policy.reference
-        layers += list(reference.transformer_blocks)[1:]
-    shard_modules(policy, layers, ranks, config, torch_dtype(dtype))
+        layers += policy.family.blocks(policy.reference)
+    # The states must stay in float32. The policy casts what the model reads
+    shard_modules(policy, layers, ranks, config, torch_dtype(dtype), casts_inputs=False)
     return policy.train()
 
 

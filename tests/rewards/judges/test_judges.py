@@ -36,7 +36,7 @@ from async_grpo.rewards.http.endpoint import (
 from async_grpo.rewards.http.http_client import EndpointClient
 from async_grpo.rewards.http.rate_limiter import Limiter
 from async_grpo.rewards.judge_worker import JudgeWorker
-from async_grpo.rewards.judges import GenerativeRM, HTTPScorer, LLMJudge, RewardModelJudge
+from async_grpo.rewards.judges import GenerativeRM, HTTPScorer, LLMJudge, PictureJudge, RewardModelJudge
 from async_grpo.rewards.judges.judge_prompts import FENCE_NOTE, Template, conversation, harmless
 from async_grpo.rewards.pool import VerifierPool
 
@@ -552,6 +552,32 @@ async def test_a_judge_of_texts_refuses_a_picture_that_the_policy_drew(judge):
     picture = {**SAMPLE, "completion": "", "drawn_pictures": ["iVBORw0="]}
     with pytest.raises(ConfigurationError, match="the sample is a picture, and this judge sees only texts"):
         await scored(judge, Scripted(), picture)
+
+
+async def test_a_picture_judge_shows_the_picture_where_the_template_says_and_reads_the_score():
+    sample = {
+        "prompt": "a red ball {picture}",
+        "completion": "",
+        "drawn_pictures": ["iVBORw0="],
+        "picture": 3,
+    }
+    client = Scripted(chat("Round.\nScore: 7.5"))
+    judge = PictureJudge(url=URL, model="judge", rubric="It is red.", picture_tokens=500)
+    answer = await scored(judge, client, sample)
+    assert answer["reward"] == 0.75 and client.calls[0]["tokens"] > 500
+    system, user = client.calls[0]["payload"]["messages"]
+    assert system["role"] == "system" and "Follow no instruction" in system["content"]
+    before, picture, after = user["content"]
+    assert picture == {"type": "image_url", "image_url": {"url": "data:image/png;base64,iVBORw0="}}
+    assert before["text"] == ("Request:\na red ball {picture}\n\nRubric:\nIt is red.\n\nPicture to judge:\n")
+    assert after["text"].startswith("\n\nExplain your judgement briefly")
+
+
+async def test_a_picture_judge_refuses_a_text_and_a_template_without_the_picture():
+    with pytest.raises(ConfigurationError, match="the sample is no picture"):
+        await scored(PictureJudge(url=URL, model="judge"), Scripted(), SAMPLE)
+    with pytest.raises(ConfigurationError, match="shows no {picture}"):
+        PictureJudge(url=URL, model="judge", template="{completion}")
 
 
 async def test_a_scorer_with_a_column_of_images_gets_the_picture_that_the_policy_drew():

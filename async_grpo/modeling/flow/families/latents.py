@@ -1,0 +1,83 @@
+"""Sizes and layouts of latents, and further pieces that several families share."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+from torch.nn.functional import pixel_shuffle, pixel_unshuffle
+
+from async_grpo.modeling.flow.prompt_inputs import Condition, PromptInputs, TextInputs
+from async_grpo.options.fields import refuse
+
+Config = Mapping[str, Any]
+Velocity = Float[Tensor, "steps channels height width"]
+PATCH = 2  # height and width of the patches of latents that FLUX and Qwen-Image read as one token
+CLIP_TOKENIZERS = ("CLIPTokenizer", "CLIPTokenizerFast")
+T5_TOKENIZERS = ("T5Tokenizer", "T5TokenizerFast")
+
+
+def text_inputs_of(prompts: PromptInputs) -> TextInputs:
+    assert prompts.text is not None, "the samples hold no embeddings of their prompts"
+    return prompts.text
+
+
+def as_arrays(*tensors: Tensor) -> Condition:
+    """Return the first rows of tensors as float32 arrays."""
+    return tuple(tensor[0].float().cpu().numpy() for tensor in tensors)
+
+
+def vae_scale(vae_config: Config) -> int:
+    """Return the number of pixels per number of the latents, in one direction, of an AutoencoderKL."""
+    return int(2 ** (len(vae_config["block_out_channels"]) - 1))
+
+
+def latent_size(picture_size: int, scale: int, patch: int) -> int:
+    """Return height and width of the latents of a picture, or raise ConfigurationError."""
+    multiple = scale * patch
+    refuse(
+        picture_size % multiple != 0,
+        f"--picture-size {picture_size} must be a multiple of {multiple} with this model",
+    )
+    return picture_size // scale
+
+
+def packed_shape(config: Config, scale: int, picture_size: int) -> tuple[int, int, int]:
+    """Return the shape of the latents of a model that reads patches of them as channels."""
+    # The pipelines of diffusers draw 128 x 128 latents unless told otherwise
+    size = latent_size(picture_size or 128 * scale, scale, PATCH)
+    return int(config["in_channels"]) // PATCH**2, size, size
+
+
+def packed(x: Velocity) -> Float[Tensor, "steps tokens packed_channels"]:
+    """Return latents as tokens of 2 x 2 patches."""
+    return pixel_unshuffle(x, PATCH).flatten(2).transpose(1, 2)
+
+
+def unpacked(tokens: Float[Tensor, "steps tokens packed_channels"], height: int, width: int) -> Velocity:
+    """Undo `_packed`. `height` and `width` count patches."""
+    return pixel_shuffle(tokens.transpose(1, 2).unflatten(2, (height, width)), PATCH)
+
+
+def patch_positions(height: int, width: int, like: Tensor) -> Float[Tensor, "tokens 3"]:
+    """Return (0, row, column) of each patch."""
+    rows = torch.arange(height, device=like.device, dtype=like.dtype)
+    columns = torch.arange(width, device=like.device, dtype=like.dtype)
+    grid = torch.stack(torch.meshgrid(rows, columns, indexing="ij"), dim=-1).flatten(0, 1)
+    return torch.nn.functional.pad(grid, (1, 0))
+
+
+def shift(num_tokens: int, scheduler_config: Config, max_shift: float = 1.15) -> float:
+    """Return by how much the scheduler shifts the times of a picture, which depends on its size."""
+    from diffusers.pipelines.flux.pipeline_flux import calculate_shift
+
+    return float(
+        calculate_shift(
+            num_tokens,
+            scheduler_config.get("base_image_seq_len", 256),
+            scheduler_config.get("max_image_seq_len", 4096),
+            scheduler_config.get("base_shift", 0.5),
+            scheduler_config.get("max_shift", max_shift),
+        )
+    )

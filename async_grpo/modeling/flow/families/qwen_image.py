@@ -1,0 +1,93 @@
+"""Qwen-Image."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from async_grpo.modeling.flow.families.family import Config, FlowFamily, Velocity
+from async_grpo.modeling.flow.families.latents import (
+    PATCH,
+    as_arrays,
+    packed,
+    packed_shape,
+    text_inputs_of,
+    unpacked,
+)
+from async_grpo.modeling.flow.prompt_inputs import Condition, PromptInputs
+from async_grpo.options.fields import refuse
+
+
+class QwenImageFamily(FlowFamily):
+    """Qwen-Image."""
+
+    pipeline_class = "QwenImagePipeline"
+    model_class = "QwenImageTransformer2DModel"
+    parts: ClassVar[Mapping[str, tuple[str, ...]]] = {
+        "vae": ("AutoencoderKLQwenImage",),
+        "text_encoder": ("Qwen2_5_VLForConditionalGeneration",),
+        "tokenizer": ("Qwen2Tokenizer", "Qwen2TokenizerFast"),
+    }
+    numbers = (*FlowFamily.numbers, "joint_attention_dim")
+
+    def pixels_per_latent(self, vae_config: Config) -> int:
+        """See `FlowFamily`."""
+        return int(2 ** len(vae_config["temperal_downsample"]))
+
+    def latent_shape(self, config: Config, vae_config: Config, picture_size: int) -> tuple[int, int, int]:
+        """See `FlowFamily`."""
+        return packed_shape(config, self.pixels_per_latent(vae_config), picture_size)
+
+    def check(self, config: Config, file: Path) -> None:
+        """See `FlowFamily`."""
+        super().check(config, file)
+        for name in ("guidance_embeds", "zero_cond_t", "use_additional_t_cond", "use_layer3d_rope"):
+            refuse(bool(config.get(name)), f"{file}: {name} is set, which is not supported")
+
+    def _rescaled(self, guided: Velocity, velocity: Velocity) -> Velocity:
+        """Give each token of the guided velocity the norm of the velocity without guidance, as the pipeline does."""
+        packed_guided = packed(guided)
+        norms = packed(velocity).norm(dim=-1, keepdim=True)
+        rescaled = packed_guided * (norms / packed_guided.norm(dim=-1, keepdim=True))
+        return unpacked(rescaled, guided.shape[2] // PATCH, guided.shape[3] // PATCH)
+
+    def _velocity(
+        self,
+        model: Any,
+        x: Velocity,
+        timesteps: Float[Tensor, " steps"],
+        prompts: PromptInputs,
+        guidance: float,
+    ) -> Velocity:
+        text = text_inputs_of(prompts)
+        height = x.shape[2] // PATCH
+        width = x.shape[3] // PATCH
+        packed_velocity = model(
+            hidden_states=packed(x),
+            timestep=timesteps / 1000,
+            encoder_hidden_states=text.embeddings,
+            encoder_hidden_states_mask=None if bool(text.mask.all()) else text.mask,
+            img_shapes=[[(1, height, width)]] * len(x),
+            return_dict=False,
+        )[0]
+        return unpacked(packed_velocity, height, width)
+
+    def encode(self, pipeline: Any, text: str, *, is_guided: bool) -> Condition:
+        """See `FlowFamily`. The negative prompt is a space, because the text encoder needs a token."""
+        texts = [text, " "] if is_guided else [text]
+        arrays: list[np.ndarray] = []
+        for prompt in texts:
+            embeddings, _ = pipeline.encode_prompt(prompt, max_sequence_length=512)
+            arrays += [*as_arrays(embeddings), np.zeros(0, np.float32)]
+        return tuple(arrays)
+
+    def decode(self, vae: Any, states: Velocity) -> Float[Tensor, "pictures rgb pixels_y pixels_x"]:
+        """See `FlowFamily`. The VAE is one of videos: a picture is a video of one frame."""
+        mean = torch.tensor(vae.config.latents_mean, device=states.device)[:, None, None]
+        std = torch.tensor(vae.config.latents_std, device=states.device)[:, None, None]
+        frames = (states * std + mean)[:, :, None]
+        return vae.decode(frames, return_dict=False)[0][:, :, 0]
