@@ -45,6 +45,11 @@ def image_prompts(config: RunConfig, tokenizer: Any, renderer: PromptRenderer) -
         f"--lora-sync adapter: engines do not apply adapters to models that read images ({model.model_type}): use "
         "--lora-sync merged",
     )
+    refuse(
+        config.observation_coef > 0,
+        f"--observation-coef {config.observation_coef}: the policy would learn to write the placeholders of an "
+        f"environment's images, because the model reads images ({model.model_type}): leave the option out",
+    )
     reader = ImageReader.load(config.model_name_or_path, model)
     folder = config.output_path / RUN_IMAGES
     return ImagePrompts(tokenizer, renderer, reader, model.image_token_id, folder)

@@ -85,6 +85,10 @@ def test_a_text_of_the_canary_has_an_image_if_it_fits_the_context(config):
     ("changes", "problem"),
     [
         (
+            {"observation_coef": 0.1, "environment": "guess"},
+            "--observation-coef 0.1: the policy would learn to write the placeholders",
+        ),
+        (
             {"lora_rank": 8, "lora_sync": "adapter"},
             "--lora-sync adapter: engines do not apply adapters to models that read images",
         ),
