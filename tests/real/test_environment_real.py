@@ -37,6 +37,7 @@ from async_grpo.modeling.load import load_tokenizer
 from async_grpo.modeling.policy import PolicyModel
 from async_grpo.training.batch_tensors import BatchTensors
 from async_grpo.training.objective import Objective
+from async_grpo.training.observations import observation_mask
 from async_grpo.types import Prompt, RewardStatus, Sample, Sampling, Tokens, Verdict
 
 pytestmark = pytest.mark.real
@@ -70,6 +71,7 @@ def test_log_probs_of_one_to_ten_turns_are_the_trainer_s_also_across_a_sync_betw
             for parameter in model.parameters():
                 parameter.mul_(1.03)
         models[version] = {name: tensor.clone() for name, tensor in weights(model).items()}
+    num_observed = 0
     for turns in range(1, 11):
         send(engine, models[40], 40)
         direct, sync_after = Direct(engine.worker), dice.randrange(turns)
@@ -114,11 +116,20 @@ def test_log_probs_of_one_to_ten_turns_are_the_trainer_s_also_across_a_sync_betw
                 np.testing.assert_array_equal(direct.seen[seen], ids[:length])
                 length += place.stop - place.start
                 seen += 1
+            trained = replace(
+                sequence, loss_mask=np.ones(len(own), bool), advantages=np.zeros(len(own), np.float32)
+            )
+            batch = pack([trained])
+            observed = batch.input_ids[observation_mask(batch, batch.loss_mask)]
+            later_texts = [before for before, _ in list(sequence.pieces)[1:]]
+            np.testing.assert_array_equal(observed, np.concatenate([np.empty(0, np.int32), *later_texts]))
+            num_observed += len(observed)
         ends = np.cumsum([turn.num_tokens for turn in completion.turns])
         assert seen == turns and sorted(set(completion.versions)) == (
             [40, 41] if sync_after < turns - 1 else [40]
         )
         assert (completion.versions[: ends[sync_after]] == 40).all()
+    assert num_observed > 100
 
 
 def test_the_responses_api_continues_the_tokens_of_the_real_engine(engine, model):
