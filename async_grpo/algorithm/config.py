@@ -146,7 +146,7 @@ class AlgorithmConfig(TeacherConfig):
     old_policy: str = off_policy(
         "behaviour",
         "Denominator of the policy ratio: behaviour (log-probs of the engine), proximal (log-probs of a logprob "
-        "worker) or current (the trained policy before the first pass over the batch, so that the ratio is 1 in this "
+        "worker) or current (the trained policy before the first pass over the minibatch, so that the ratio is 1 in this "
         "pass).",
         choices=("behaviour", "proximal", "current"),
     )

@@ -61,9 +61,18 @@ def waits_for_passes(c: RunOptions) -> Broken:
 
 def broken_loss_of_passes(c: RunOptions) -> Broken:
     """Find a loss that does not correct for what earlier passes have changed."""
-    if c.passes_per_batch > 1 and not c.loss.uses_ratio and c.importance_level == "none":
+    if c.passes_per_batch == 1 or c.loss.uses_ratio:
+        return
+    if c.importance_level == "none":
         yield (
             "policy_loss passes_per_batch",
             "do not fit: the loss has no ratio, so later passes would train as if the policy had not changed. Use "
             "--importance-level token, or a loss with a ratio, such as ppo_clip",
+        )
+    if c.old_policy == "proximal":
+        yield (
+            "policy_loss old_policy passes_per_batch",
+            "do not fit: the importance weights compare the proximal policy with the engine's, and the loss has no ratio, "
+            "so later passes would train as if the policy had not changed. Leave --old-policy out, or use a loss with a "
+            "ratio, such as ppo_clip",
         )

@@ -16,7 +16,8 @@ class RunningMeans:
 
     Steps are processed before they are trained, so the means may be ahead of the trainer. A checkpoint needs the means
     before its next step, because the groups of that step are alive and are processed again. So the old values that a step
-    replaces are kept until the weights of the step are in use.
+    replaces are kept until the weights of the step are in use. With several passes over each batch, all minibatches of a
+    batch have the number of its last step.
 
     Args:
         column: Column of the rows with the key, such as the name of an agent. None gives each question its own mean.
@@ -45,14 +46,18 @@ class RunningMeans:
         return self._means.get(key, 0.0)
 
     def update(self, step: int, means: Mapping[str, float]) -> None:
-        """Set the means of some keys after all samples of a step."""
-        self._replaced[step] = {key: self._means.get(key) for key in means}
+        """Set the means of some keys after all samples of a step, or of one of its minibatches."""
+        replaced: Means = {key: self._means.get(key) for key in means}
+        # An earlier minibatch of the step may have replaced a mean already. A checkpoint needs the mean before it
+        self._replaced[step] = replaced | self._replaced.get(step, {})
         self._means.update(means)
 
     def forget_before(self, step: int) -> None:
         """Forget the means that steps before this one replaced. No checkpoint will begin with one of those steps."""
-        for earlier_step in [number for number in self._replaced if number < step]:
-            del self._replaced[earlier_step]
+        # A copy of the keys, because another thread may add a step meanwhile
+        for earlier_step in list(self._replaced):
+            if earlier_step < step:
+                del self._replaced[earlier_step]
 
     def state(self, step: int) -> dict[str, float]:
         """Return the means before a step."""

@@ -141,6 +141,15 @@ METHODS = [  # refused once the estimator, the loss, the schedule or the transpo
         "reference workers need a --weight-transport that sends packages",
     ),
     ({"policy_loss": "gpg", "passes_per_batch": 2}, "later passes would train as if the policy had not changed"),
+    (
+        {
+            "policy_loss": "gpg",
+            "importance_level": "token",
+            "old_policy": "proximal",
+            "passes_per_batch": 2,
+        },
+        "--old-policy proximal --passes-per-batch 2 do not fit: the importance weights compare the proximal policy",
+    ),
 ]  # fmt: skip
 REWARDS = [  # refused once the rewards are known
     ({"advantage_estimator": "gdpo", "kl_in_reward": True, "kl_coef": 0.1}, OUTCOME, "gdpo normalises"),

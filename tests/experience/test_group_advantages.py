@@ -410,6 +410,16 @@ def test_a_checkpoint_has_the_running_means_before_the_groups_that_are_still_ali
     assert plan.memory(1) == {"4": 0.5}  # step 1 is still alive
 
 
+def test_a_checkpoint_has_the_running_means_before_all_minibatches_of_a_batch_with_several_passes():
+    """Two minibatches and two passes: the last step of both minibatches of the second batch is 7."""
+    plan = rule(**MEANS)
+    plan([alone(1, 1.0, 0, question=4)], 3)
+    plan([alone(1, 0.0, 1, question=4), alone(1, 1.0, 2, question=5)], 7)
+    plan([alone(1, 0.0, 3, question=4), alone(1, 3.0, 4, question=9)], 7)
+    assert plan.memory(4) == {"4": 0.5}
+    assert plan.memory(8) == {"4": 0.125, "5": 0.5, "9": 1.5}
+
+
 def test_a_sample_without_a_reward_changes_no_running_mean():
     plan = rule(**MEANS)
     assert advantages(plan, alone(1, None, 0), alone(1, 1.0, 1)) == [None, [1.0]]
