@@ -64,6 +64,7 @@ FIXED = {
     "logprob_roles": "the finished groups have the log-probs that the earlier options need, and no others",
     "teacher_names": "the finished groups have the log-probs of the earlier teachers",
     "teacher_column": "the finished groups have the log-probs of the teachers in the earlier column",
+    "teacher_top_k": "the finished groups have the log-probs of the earlier number of tokens",
 }
 # Values that are computed from several options, with the names of these options for messages
 DERIVED = {
@@ -75,7 +76,15 @@ DERIVED = {
     "teacher_names": "--teacher",
 }
 # Values of runs whose checkpoints are older than the option
-OF_EARLIER_RUNS = {"passes_per_batch": 1}
+OF_EARLIER_RUNS: dict[str, Any] = {
+    "passes_per_batch": 1,
+    "top_p": 1.0,
+    "top_k": 0,
+    "min_p": 0.0,
+    "teacher_names": [],
+    "teacher_column": None,
+    "teacher_top_k": 0,
+}
 # Options that often differ between starts of one run, so their changes are not logged
 OF_EACH_START = ("resume", "output_dir", "run_name", "max_hours", "stall_s")
 SHOWN_CHARACTERS = 200

@@ -38,10 +38,14 @@ def _option_names(*config_classes: type) -> set[str]:
     return {field.name for config_class in config_classes for field in fields(config_class)}
 
 
+# Options of teachers that have no effect in a replay. The weight of the forward KL has one: the record holds the teacher's
+# log-probs, and the trainer computes the loss
+UNUSED_TEACHER_OPTIONS = _option_names(TeacherConfig) - {"teacher_coef"}
 # Options that have no effect, because a replay has no engines, rewards or questions. They are not copied from the run,
 # and not compared with it
 UNUSED_OPTIONS = {
-    *_option_names(RewardConfig, EnvironmentConfig, EvaluationConfig, WeightConfig, TeacherConfig),
+    *_option_names(RewardConfig, EnvironmentConfig, EvaluationConfig, WeightConfig),
+    *UNUSED_TEACHER_OPTIONS,
     "data_path",
     "dump_samples_filename",
     "keep_sample_groups",

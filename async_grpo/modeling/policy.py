@@ -198,9 +198,12 @@ class PolicyModel(nn.Module):
 
     def token_masks(self, allowed: AllowedTokens) -> TokenMasks:
         """Return the masks of packed sequences on the policy's device, for `forward`."""
-        # The number of rows of the head, which the engines' vocabulary has as well
-        vocab_size = self.model.get_output_embeddings().weight.shape[0]
-        return TokenMasks.of(allowed, vocab_size, self.device)
+        return TokenMasks.of(allowed, self.vocab_size, self.device)
+
+    @property
+    def vocab_size(self) -> int:
+        """Return the number of rows of the head, which the engines' vocabulary has as well."""
+        return int(self.model.get_output_embeddings().weight.shape[0])
 
     def image_inputs(
         self,

@@ -90,9 +90,11 @@ class _ChunkedTokens(torch.autograd.Function):
     def backward(ctx: Any, grad_logprobs: Float[Tensor, "tokens k"]) -> tuple[Tensor | None, ...]:
         token_ids, hidden, weight, bias = ctx.saved_tensors
         grad_hidden = torch.empty_like(hidden)
+        # With LoRA the head is frozen. Its gradient would be as large as the head in float32
+        _, _, needs_grad_weight, needs_grad_bias, *_ = ctx.needs_input_grad
         # The sum over chunks is float32. A bfloat16 sum would be rounded again with each chunk
-        grad_weight = torch.zeros_like(weight, dtype=grad_logprobs.dtype)
-        grad_bias = None if bias is None else torch.zeros_like(bias, dtype=grad_logprobs.dtype)
+        grad_weight = torch.zeros_like(weight, dtype=grad_logprobs.dtype) if needs_grad_weight else None
+        grad_bias = torch.zeros_like(bias, dtype=grad_logprobs.dtype) if needs_grad_bias else None
         for rows in chunks(len(hidden), ctx.chunk_tokens):
             scale = grad_logprobs[rows] / ctx.temperature
             probs = scaled_logits(hidden[rows], weight, bias, ctx.temperature).softmax(dim=1)
@@ -101,7 +103,10 @@ class _ChunkedTokens(torch.autograd.Function):
                 grad_bias += grad_logits.sum(dim=0)
             grad_logits = grad_logits.to(hidden.dtype)
             grad_hidden[rows] = grad_logits @ weight
-            add_product(grad_weight, grad_logits, hidden[rows])
+            if grad_weight is not None:
+                add_product(grad_weight, grad_logits, hidden[rows])
+        if grad_weight is not None:
+            grad_weight = grad_weight.to(weight.dtype)
         if grad_bias is not None:
             grad_bias = grad_bias.to(bias.dtype)
-        return None, grad_hidden, grad_weight.to(weight.dtype), grad_bias, None, None
+        return None, grad_hidden, grad_weight, grad_bias, None, None

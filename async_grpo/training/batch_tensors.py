@@ -108,6 +108,20 @@ class BatchTensors:
             if batch.first_pass.advantages is not None:
                 self.advantages = row(batch.first_pass.advantages)
 
+    def leave_out_unknown_teacher_tokens(self, vocab_size: int) -> None:
+        """Treat those of the teacher's most probable tokens as missing that the policy does not have.
+
+        A teacher may have further tokens, for which the policy's head has no row.
+
+        Args:
+            vocab_size: Number of tokens of the policy's head.
+        """
+        if self.teacher_top_ids is None or self.teacher_top_logprobs is None:
+            return
+        is_known = (self.teacher_top_ids >= 0) & (self.teacher_top_ids < vocab_size)
+        self.teacher_top_ids = torch.where(is_known, self.teacher_top_ids, 0)
+        self.teacher_top_logprobs = torch.where(is_known[None], self.teacher_top_logprobs, torch.nan)
+
     @property
     def is_repeated(self) -> bool:
         """Return whether an earlier pass has trained on this micro-batch."""

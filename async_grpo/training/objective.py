@@ -140,6 +140,7 @@ class Objective:
         images = () if batch.image_inputs is None else (batch.image_inputs,)
         options: dict[str, Any] = {} if self.truncation is None else {"truncation": self.truncation}
         if batch.teacher_top_ids is not None:
+            batch.leave_out_unknown_teacher_tokens(policy.vocab_size)
             options["further_ids"] = batch.teacher_top_ids
         mask = batch.mask | batch.observations if self.trains_observations else batch.mask
         outputs = policy(

@@ -73,3 +73,27 @@ def test_the_chunked_log_probs_of_several_tokens_are_those_of_the_whole_head(chu
     top_ids, top = chunked_top_logprobs(3, hidden, weight, bias, 0.7, chunk)
     torch.testing.assert_close(top, whole.topk(3, dim=1).values, rtol=0, atol=1e-12)
     assert torch.equal(top_ids, whole.topk(3, dim=1).indices)
+
+
+def test_a_frozen_head_gets_no_gradient_and_the_hidden_states_get_the_same():
+    """The gradient of the head would be as large as the head in float32."""
+    generator = torch.Generator().manual_seed(3)
+    hidden = torch.randn(6, 4, dtype=torch.float64, generator=generator).requires_grad_()
+    weight = torch.randn(11, 4, dtype=torch.float64, generator=generator)
+    bias = torch.randn(11, dtype=torch.float64, generator=generator)
+    ids = torch.randint(0, 11, (6, 3), generator=generator)
+    results = []
+    for is_frozen in (True, False):
+        logprobs = chunked_logprobs_of(
+            ids,
+            hidden,
+            weight.clone().requires_grad_(not is_frozen),
+            bias.clone().requires_grad_(not is_frozen),
+            0.7,
+            4,
+        )
+        results.append(logprobs.grad_fn.apply(torch.ones_like(logprobs)))
+    frozen, trained = results
+    assert frozen[2] is None and frozen[3] is None
+    assert trained[2] is not None and trained[3] is not None
+    assert torch.equal(frozen[1], trained[1])

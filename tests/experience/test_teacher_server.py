@@ -106,6 +106,8 @@ async def test_the_most_probable_tokens_come_with_their_ids_the_most_probable_fi
         found = entries(request.json["prompt"])
         for position in found[1:]:
             position |= {"8": {"logprob": -3.0}, "9": {"logprob": -0.1}, "7": {"logprob": None}, "x": {}}
+            # Numbers that are too large for a token id, the second even for `int`
+            position |= {"9" * 400: {"logprob": -0.1}, "9" * 5000: {"logprob": -0.1}}
         await connection.write(message(200, json.dumps({"choices": [{"prompt_logprobs": found}]}).encode()))
         return True
 
@@ -132,6 +134,24 @@ async def test_a_server_that_returns_no_log_probs_is_refused_at_the_start():
     async with HostileServer(reply({"choices": [{"text": "x"}]})) as server:
         source = teacher(server)
         with pytest.raises(ConfigurationError, match=f"--teacher {server.url}.*must return prompt_logprobs"):
+            await source.start(TEXTS)
+        await source.close()
+
+
+async def test_a_server_that_allows_fewer_most_probable_tokens_is_refused_at_the_start():
+    @behaviour
+    async def with_at_most_20(request, connection):
+        if request.json["prompt_logprobs"] <= 20:
+            return await honest()(request, connection)
+        await connection.write(message(400, b'{"error": "greater than max allowed: 20"}'))
+        return True
+
+    async with HostileServer(with_at_most_20()) as server:
+        allowed = teacher(server, teacher_top_k=20)
+        await allowed.start(TEXTS)
+        await allowed.close()
+        source = teacher(server, teacher_top_k=21)
+        with pytest.raises(ConfigurationError, match="max allowed: 20.*prompt_logprobs=21 .--teacher-top-k"):
             await source.start(TEXTS)
         await source.close()
 

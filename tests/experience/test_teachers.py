@@ -1,6 +1,7 @@
 """Teachers: their log-probs become advantages whose expected gradient is that of the KL to the teacher."""
 
 import asyncio
+import re
 from dataclasses import replace
 
 import numpy as np
@@ -172,10 +173,12 @@ def test_each_row_is_taught_by_the_teacher_that_its_column_names():
         made = taught(config, sources, group(sample([-2.0, -2.0], row={"input": "q", "topic": topic})))
         assert made.samples[0].teacher_logprobs.tolist() == [value, value]
     assert [source.asked for source in sources.values()] == [[[7, 8, 1, 2]], [[7, 8, 1, 2]]]
-    with pytest.raises(
-        ConfigurationError, match="'topic'.*says 'art'; it must name one of the teachers maths, code"
-    ):
-        taught(config, sources, group(sample([-2.0], row={"topic": "art"})))
+    for wrong in ("art", ["maths"]):
+        shown = re.escape(repr(wrong))
+        with pytest.raises(
+            ConfigurationError, match=f"'topic'.*says {shown}; it must name one of the teachers maths, code"
+        ):
+            taught(config, sources, group(sample([-2.0], row={"topic": wrong})))
 
 
 def test_only_the_teacher_reads_the_demonstration():

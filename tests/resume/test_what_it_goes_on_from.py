@@ -45,6 +45,7 @@ CHANGES = {
     "samples_per_question": {"samples_per_question": 2, "batch_size": 4},
     "model_name_or_path": {"model_name_or_path": "elsewhere"},
     "passes_per_batch": {"passes_per_batch": 2},
+    "teacher_top_k": {"teacher_top_k": 8},
 }
 
 
@@ -66,6 +67,17 @@ def test_the_batch_of_several_passes_cannot_change_nor_can_they_be_added_to_an_o
     with pytest.raises(ConfigurationError, match="--passes-per-batch: the value is 2, but it was 1"):
         find_checkpoint(passes)
     assert saved.exists()
+
+
+@pytest.mark.parametrize("change", [{"top_p": 0.9}, {"top_k": 20}, {"min_p": 0.1}, {"teacher_top_k": 8}])
+def test_options_that_an_older_run_did_not_have_cannot_be_added(config, change):
+    (name,) = change
+    changed = dataclasses.replace(config, **change)
+    older = {option: value for option, value in as_options(config).items() if option != name}
+    save(config, 6, options=older)
+    assert find_checkpoint(config) is not None
+    with pytest.raises(ConfigurationError, match=f"--{name.replace('_', '-')}: the value is .*, but it was"):
+        find_checkpoint(changed)
 
 
 def test_the_table_of_the_page_is_that_of_the_code():

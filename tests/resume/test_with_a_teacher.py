@@ -2,7 +2,7 @@
 
 import json
 import shutil
-from dataclasses import asdict, replace
+from dataclasses import asdict, fields, replace
 
 import pytest
 from fake_chain import Chain, chain_config
@@ -82,3 +82,11 @@ def test_its_replay_makes_the_same_weights_bit_for_bit_without_the_teacher(run, 
     options = asdict(chain.config) | {"recorded": str(output), "output_dir": str(tmp_path / "again")}
     replay(ReplayConfig(**options | {"teacher": None, "record": False}))
     assert weights(tmp_path / "again") == weights(output)
+
+
+def test_a_replay_takes_the_weight_of_the_teacher_from_the_run_because_the_loss_contains_it(tmp_path):
+    config = chain_config(teacher="folder", teacher_top_k=4, teacher_coef=0.25, output_dir=str(tmp_path))
+    write_params(tmp_path / PARAMS_FILE, replace(config, reward_fns="countdown"), {})
+    defaults = {field.name: field.default for field in fields(ReplayConfig)}
+    inherited = ReplayConfig.from_options(defaults | {"recorded": str(tmp_path)}, {"recorded"})
+    assert inherited.teacher_coef == 0.25 and inherited.teacher is None

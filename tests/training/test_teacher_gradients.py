@@ -9,8 +9,9 @@ from two_ranks import WORLD_SIZE, on_two_ranks, recording_accumulator, relative_
 
 from async_grpo.experience.config import BatchConfig
 from async_grpo.experience.group_advantages import GroupAdvantages
-from async_grpo.experience.packing import Packer
+from async_grpo.experience.packing import Packer, pack
 from async_grpo.modeling.policy import PolicyModel
+from async_grpo.training.batch_tensors import BatchTensors
 from async_grpo.training.config import OptimizerConfig
 from async_grpo.training.objective import Objective
 from async_grpo.training.sharding import shard_policy
@@ -130,3 +131,27 @@ def test_two_ranks_and_any_packing_make_the_gradient_of_one_plain_pass(tmp_path)
         expected = {f"model.{name}": gradient for name, gradient in plain_gradients(case).items()}
         error, worst = relative_error(gradients, expected)
         assert error < 1e-5 and worst < 1e-5, (case, error, worst)
+
+
+def test_tokens_that_only_the_teacher_has_change_neither_the_loss_nor_the_gradient():
+    """A teacher may have further tokens, for which the policy's head has no row."""
+    objective = Objective(config("most probable tokens"))
+    results = []
+    for further_id in (VOCAB + 5, 0):
+        (group, *_) = GroupAdvantages(config("most probable tokens"))(groups(), step=0)
+        samples = []
+        for sample in group.samples:
+            top = sample.teacher_top.copy()
+            top[:, 0, 1] = further_id
+            if further_id < VOCAB:
+                top[:, 1, 1] = np.nan
+            samples.append(replace(sample, teacher_top=top))
+        policy = PolicyModel(tiny_model())
+        loss, totals = objective(policy, BatchTensors(pack(samples), torch.device("cpu")))
+        loss.backward()
+        gradients = [parameter.grad for parameter in policy.parameters()]
+        results.append((loss.detach(), totals["teacher_forward_kl"], gradients))
+    (loss, teacher_kl, gradients), (expected_loss, expected_kl, expected_gradients) = results
+    assert torch.equal(loss, expected_loss) and torch.equal(teacher_kl, expected_kl) and teacher_kl != 0
+    for gradient, expected in zip(gradients, expected_gradients, strict=True):
+        assert torch.equal(gradient, expected)

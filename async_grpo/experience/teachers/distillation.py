@@ -33,7 +33,7 @@ def teacher_name(config: TeacherConfig, row: Mapping[str, Any]) -> str:
     if config.teacher_column is None:
         return next(iter(config.teachers))
     name = row.get(config.teacher_column)
-    if name not in config.teachers:
+    if not isinstance(name, str) or name not in config.teachers:
         raise ConfigurationError(
             f"the column {config.teacher_column!r} (--teacher-column) says {name!r:.{MAX_SHOWN_CHARACTERS}}; it must "
             f"name one of the teachers {', '.join(config.teachers)}"

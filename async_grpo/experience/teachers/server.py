@@ -33,6 +33,7 @@ REPLY_BYTES_PER_TOKEN = 1024  # largest accepted reply for each log-prob; vLLM w
 REPLY_BYTES = 2**16  # largest accepted reply besides its tokens
 LARGE_SEQUENCE_TOKENS = 2048  # the reply for a longer sequence is read in a thread
 LOWEST_LOGPROB = -9999.0  # vLLM writes this number for a probability of 0
+MAX_TOKEN_ID_DIGITS = 9
 MAX_SHOWN_CHARACTERS = 60
 log = logging.getLogger(__name__)
 
@@ -67,6 +68,7 @@ class TeacherServer:
         self._label = f"teacher {name}".rstrip()
         self._server = server
         self._cache = cache
+        self._top_k = config.teacher_top_k
         self._deadline_s = config.teacher_timeout_s * config.teacher_attempts
         endpoint = Endpoint(
             urls=(server.url,),
@@ -97,11 +99,12 @@ class TeacherServer:
         # The server says nothing of the first token, which no token predicts
         token_ids = [compared_ids[0], *compared_ids]
         try:
-            positions = _positions_of(await self._post(token_ids), token_ids)
+            # With the run's number of most probable tokens, because a server may allow fewer
+            positions = _positions_of(await self._post(token_ids, self._top_k), token_ids)
         except JudgeError as error:
             raise ConfigurationError(
-                f"--teacher {self._server.url}: {error}; a teacher's server must return prompt_logprobs for token ids, as "
-                "vLLM's does"
+                f"--teacher {self._server.url}: {error}; a teacher's server must return prompt_logprobs={self._top_k} "
+                "(--teacher-top-k) for token ids, as vLLM's does, which allows as many as its --max-logprobs"
             ) from error
         for token_id, position in zip(compared_ids, positions, strict=True):
             text = position[str(token_id)].get("decoded_token")
@@ -203,13 +206,18 @@ def _rows_of(
     positions = _positions_of(reply, token_ids)
     rows: list[list[list[float | None]]] = []
     for token_id, position in list(zip(token_ids[1:], positions, strict=True))[prompt_length - 1 :]:
-        top = [(_logprob(entry), int(key)) for key, entry in position.items() if key.isdecimal()]
+        top = [(_logprob(entry), int(key)) for key, entry in position.items() if _is_token_id(key)]
         usable = sorted(((-logprob, key) for logprob, key in top if logprob is not None))[:k]
         ids: list[float | None] = [float(token_id), *(float(key) for _, key in usable)]
         logprobs = [_logprob(position[str(token_id)]), *(-negated for negated, _ in usable)]
         missing = 1 + k - len(ids)
         rows.append([ids + [0.0] * missing, logprobs + [None] * missing])
     return rows
+
+
+def _is_token_id(key: str) -> bool:
+    """Return whether a key is a token id. A longer number would be too large for an array, or even for `int`."""
+    return len(key) <= MAX_TOKEN_ID_DIGITS and key.isascii() and key.isdecimal()
 
 
 def _logprob(entry: Any) -> float | None:
