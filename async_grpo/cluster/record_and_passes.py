@@ -25,7 +25,12 @@ def with_record_and_passes(
         accumulator.observers.append(recorder.keep_first_pass)
         source = recorder
     if config.passes_per_batch > 1:
-        passes = Passes(source, config.pass_plan, config.infinite_sampler_seed)
+        passes = Passes(
+            source,
+            config.pass_plan,
+            config.infinite_sampler_seed,
+            late_workers_wait=config.weight_sync_deltas,
+        )
         accumulator.observers.append(passes.keep_results)
         accumulator.on_passes_stopped = passes.end_batch
         source = passes

@@ -48,6 +48,10 @@ def try_largest(
     micro_batch = largest_micro_batch(config, vocab_size, max_total_tokens)
     batch = BatchTensors(micro_batch, accumulator.policy.device)
     _add_step_terms(batch)
+    steps_done = accumulator.steps
+    if accumulator.critic is not None:
+        # Steps that train only the critic need less memory than those after them, so try one of those after them
+        accumulator.steps = max(steps_done, accumulator.critic.warmup_steps)
     try:
         accumulator.compute_gradient(batch)
     except OutOfMemory as error:
@@ -55,6 +59,8 @@ def try_largest(
             "the largest micro-batch that this run may have does not fit (tried before the first step; --no-longest-first "
             f"starts without the trial): {error}"
         ) from error
+    finally:
+        accumulator.steps = steps_done
     accumulator.discard_gradients()
     log.info(
         "the largest possible micro-batch, of %d tokens, fits: tried in %.1f s (--longest-first)",

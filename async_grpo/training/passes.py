@@ -39,17 +39,23 @@ class Passes:
         source: The source of the first pass.
         plan: Numbers of minibatches and passes.
         seed: Seed of the order.
+        late_workers_wait: Whether workers that join in the middle of the first pass get their weights only at the end of
+            the batch. This is necessary if weights travel as changes (`--weight-sync-deltas`): the changes at the end of
+            the batch apply to the weights that were sent last, which the other workers would not have.
     """
 
-    def __init__(self, source: ExperienceSource, plan: PassPlan, seed: int) -> None:
+    def __init__(
+        self, source: ExperienceSource, plan: PassPlan, seed: int, *, late_workers_wait: bool = False
+    ) -> None:
         self._source = source
         self._plan = plan
         self._seed = seed
+        self._late_workers_wait = late_workers_wait
         self._minibatches: list[_Minibatch] = []  # of the current batch
         self._pass_number = 1
         self._repeated: deque[Message] = deque()  # messages of the current pass that are not returned yet
-        # Requests that arrived in the middle of a batch. They wait for its end: then the weights are those of the
-        # engines, and the groups alive are those that a resumed run has to train
+        # Requests for checkpoints that arrived in the middle of a batch. They wait for its end: then the weights are those
+        # of the engines, and the groups alive are those that a resumed run has to train. Late workers may wait, too
         self._requests: deque[Message] = deque()
         self.start = source.start
 
@@ -90,9 +96,11 @@ class Passes:
             if isinstance(message, StepEnd):
                 self._unfinished_minibatch().end = message
                 return replace(message, stats={**message.stats, "pass": 1})
-            is_request = isinstance(message, SaveRequested | WorkersJoined)
-            assert is_request, message
-            if all(minibatch.end is None for minibatch in self._minibatches):
+            assert isinstance(message, SaveRequested | WorkersJoined), message
+            # If all engines were lost, the rest of the first pass needs the workers that have joined. Their weights are
+            # newer than those of the batch's beginning, so that no token becomes too old
+            is_needed_now = isinstance(message, WorkersJoined) and not self._late_workers_wait
+            if is_needed_now or all(minibatch.end is None for minibatch in self._minibatches):
                 return message
             self._requests.append(message)
 

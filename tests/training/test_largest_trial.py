@@ -8,6 +8,7 @@ import torch
 from fake_chain import SETTINGS, chain_config
 from tiny_policy import pack, random_sequence, save_tiny_model
 
+from async_grpo.cluster.make_critic import load_critic
 from async_grpo.cluster.make_trainer import _accumulator, _policy, is_trial_cheap
 from async_grpo.errors import OutOfMemory
 from async_grpo.messages import LoraSettings
@@ -147,3 +148,19 @@ def test_it_is_tried_only_where_it_takes_seconds():
     assert not is_trial_cheap(asleep, torch.device("cuda", 0))  # its engine is still awake
     without = dataclasses.replace(config, longest_first=False)
     assert not is_trial_cheap(without, torch.device("cuda", 0))
+
+
+def test_the_trial_trains_the_policy_even_if_the_first_steps_train_the_critic_alone(model):
+    options = {"advantage_estimator": "gae", "critic_model": "same", "critic_warmup_steps": 2}
+    config = chain_config(model_name_or_path=str(model), dtype="float32", **options)
+    with distributed_run("cpu") as ranks:
+        policy = _policy(config, SETTINGS, ranks)
+        accumulator = _accumulator(config, SETTINGS, policy, ranks)
+        accumulator.critic = load_critic(config, SETTINGS, ranks)
+        trained_parameters = set()
+        for model_name, trained in (("policy", policy), ("critic", accumulator.critic.model)):
+            parameter = trained.model.get_input_embeddings().weight
+            parameter.register_hook(lambda gradient, name=model_name: trained_parameters.add(name))
+        try_largest(accumulator, VOCAB, config, SETTINGS.max_total_tokens)
+        assert trained_parameters == {"policy", "critic"}
+        assert accumulator.steps == 0

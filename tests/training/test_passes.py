@@ -140,13 +140,31 @@ def test_requests_within_a_batch_wait_for_its_end():
     requests = [SaveRequested("told to end"), WorkersJoined()]
     early = SaveRequested()
     script = Script([early, *step_messages(0), *requests, *step_messages(1), *step_messages(2)])
-    passes = Passes(script, PassPlan(2, 2), seed=0)
+    # With --weight-sync-deltas, the other workers would not have the weights to which the next changes apply
+    passes = Passes(script, PassPlan(2, 2), seed=0, late_workers_wait=True)
     kinds = [type(message).__name__ for message in trained(passes, 1 + 12 + 2)]
     step = ["MicroBatch", "MicroBatch", "StepEnd"]
     assert kinds == ["SaveRequested", *step * 4, "SaveRequested", "WorkersJoined"]
     # With a single minibatch, the first pass has changed nothing before its end: nothing has to wait
     passes = Passes(Script([dummy_micro_batch(1), early, *step_messages(0)]), PassPlan(1, 2), seed=0)
     assert [type(message) for message in trained(passes, 2)] == [MicroBatch, SaveRequested]
+
+
+def test_workers_that_join_in_the_first_pass_get_weights_before_the_rest_of_it_is_needed(ranks):
+    """If the only engine is lost, another one has to generate the second minibatch."""
+    script = Mock()
+    messages = [*step_messages(0), WorkersJoined(), *step_messages(1)]
+    passes = Passes(Script(messages), PassPlan(2, 2), seed=0)
+    script.add.side_effect = lambda micro_batch: passes.keep_results(batch_tensors(micro_batch))
+    script.publish.return_value = dict
+    script.finish.return_value = {"num_non_masked_tokens": 4.0}
+    roles = dict.fromkeys(("accumulator", "publisher", "exporter"), script)
+    trainer = Trainer("the policy", source=passes, ranks=ranks, num_steps=4, plan=PassPlan(2, 2), **roles)
+    trainer.run()
+    sent = [(sent.args[1], sent.kwargs["self_test"]) for sent in script.publish.call_args_list]
+    assert sent == [(0, True), (1, True), (4, False)]
+    names = [name for name, _, _ in script.mock_calls if name in ("add", "publish")]
+    assert names == ["publish", "add", "add", "publish", *["add"] * 6, "publish"]
 
 
 def test_a_batch_that_ends_early_is_followed_by_the_next():
