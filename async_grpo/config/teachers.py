@@ -251,10 +251,10 @@ def _teacher_prompt(
     )
 
     def with_demonstration(question: str) -> str:
-        # The placeholders are replaced one after the other, so that a demonstration may contain braces
+        # The template is split first, so that a placeholder's name in a question or demonstration stays as it is
         template = config.teacher_template or TEMPLATE
-        before, _, after = template.partition(DEMONSTRATION)
-        return before.replace(QUESTION, question) + demonstration + after.replace(QUESTION, question)
+        parts = [part.replace(QUESTION, question) for part in template.split(DEMONSTRATION)]
+        return demonstration.join(parts)
 
     prompt = prompt_of(row)
     if isinstance(prompt, str):

@@ -38,9 +38,9 @@ def _option_names(*config_classes: type) -> set[str]:
     return {field.name for config_class in config_classes for field in fields(config_class)}
 
 
-# Options of teachers that have no effect in a replay. The weight of the forward KL has one: the record holds the teacher's
+# Options of teachers that have no effect in a replay. Those of the forward KL have one: the record holds the teacher's
 # log-probs, and the trainer computes the loss
-UNUSED_TEACHER_OPTIONS = _option_names(TeacherConfig) - {"teacher_coef"}
+UNUSED_TEACHER_OPTIONS = _option_names(TeacherConfig) - {"teacher_coef", "teacher_top_k"}
 # Options that have no effect, because a replay has no engines, rewards or questions. They are not copied from the run,
 # and not compared with it
 UNUSED_OPTIONS = {

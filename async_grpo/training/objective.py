@@ -120,6 +120,11 @@ class Objective:
                 f"kl_coef is {self.config.loss_kl_coef} but the samples carry no reference log-probs; "
                 "run a reference logprob worker or set kl_coef to 0"
             )
+        if self.config.teacher_top_k and batch.teacher_top is None:
+            raise ConfigurationError(
+                f"--teacher-top-k is {self.config.teacher_top_k} but the samples carry no log-probs of a teacher's most "
+                "probable tokens: set it to 0"
+            )
         if self.config.needs_proximal and batch.proximal_logprobs is None:
             raise ConfigurationError(
                 f"the loss {self.config.policy_loss} with the ratio to the {self.config.old_policy} policy needs proximal "
@@ -183,9 +188,8 @@ class Objective:
         if self.config.entropy_coef:
             # Skipped if the coefficient is 0, because the gradient of the entropy costs time in the backward pass
             token_losses = token_losses - self.config.entropy_coef * entropy_of_trained
-        if batch.teacher_top_logprobs is not None:
-            assert batch.further_logprobs is not None, "`forward` sets them"
-            teacher_kl = forward_kl(batch.further_logprobs, batch.teacher_top_logprobs, mask)
+        if self.config.teacher_top_k:
+            teacher_kl = self._kl_from_teacher(logprobs, batch, mask)
             token_losses = token_losses + self.config.teacher_coef * teacher_kl
             metrics["teacher_forward_kl"] = teacher_kl
         if self.has_value_head:
@@ -284,6 +288,18 @@ class Objective:
         if not self.trains_observations:
             return logprobs.new_zeros(())
         return -torch.where(batch.observations, logprobs, 0).sum()
+
+    def _kl_from_teacher(
+        self, logprobs: Float[Tensor, "1 packed"], batch: BatchTensors, mask: Bool[Tensor, "1 packed"]
+    ) -> Float[Tensor, "1 packed"]:
+        """Return the forward KL of each token from the teacher to the policy; 0 in a dummy micro-batch.
+
+        A dummy has this metric as well, because the totals of all ranks must have the same names in the same order.
+        """
+        if batch.teacher_top_logprobs is None:
+            return torch.zeros_like(logprobs)
+        assert batch.further_logprobs is not None, "`forward` sets them"
+        return forward_kl(batch.further_logprobs, batch.teacher_top_logprobs, mask)
 
     def value_losses(
         self, values: Float[Tensor, "1 packed"], batch: BatchTensors, mask: Bool[Tensor, "1 packed"]

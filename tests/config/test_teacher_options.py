@@ -138,6 +138,13 @@ def test_the_demonstration_stands_in_the_prompt_of_the_teacher_alone():
     assert checked.longest_sequence == len(with_it.teacher_token_ids) + 16
 
 
+def test_every_placeholder_is_replaced_and_none_that_a_row_spells():
+    options = SELF | {"teacher_template": "{demonstration} {question} {demonstration}"}
+    checked, tokenizer = check([question(solution="{question}")], **options)
+    (teacher_prompt,) = [tokenizer.decode(row.teacher_token_ids) for row in checked.questions]
+    assert teacher_prompt == "{question} 2+2 {question}"
+
+
 @pytest.mark.parametrize(
     ("row", "reason"),
     [

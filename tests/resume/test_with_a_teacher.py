@@ -89,4 +89,4 @@ def test_a_replay_takes_the_weight_of_the_teacher_from_the_run_because_the_loss_
     write_params(tmp_path / PARAMS_FILE, replace(config, reward_fns="countdown"), {})
     defaults = {field.name: field.default for field in fields(ReplayConfig)}
     inherited = ReplayConfig.from_options(defaults | {"recorded": str(tmp_path)}, {"recorded"})
-    assert inherited.teacher_coef == 0.25 and inherited.teacher is None
+    assert (inherited.teacher_coef, inherited.teacher_top_k, inherited.teacher) == (0.25, 4, None)

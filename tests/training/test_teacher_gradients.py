@@ -3,13 +3,16 @@
 from dataclasses import replace
 
 import numpy as np
+import pytest
 import torch
 from tiny_policy import VOCAB, tiny_model
 from two_ranks import WORLD_SIZE, on_two_ranks, recording_accumulator, relative_error
 
+from async_grpo.errors import ConfigurationError
 from async_grpo.experience.config import BatchConfig
 from async_grpo.experience.group_advantages import GroupAdvantages
 from async_grpo.experience.packing import Packer, pack
+from async_grpo.messages import dummy_micro_batch
 from async_grpo.modeling.policy import PolicyModel
 from async_grpo.training.batch_tensors import BatchTensors
 from async_grpo.training.config import OptimizerConfig
@@ -155,3 +158,25 @@ def test_tokens_that_only_the_teacher_has_change_neither_the_loss_nor_the_gradie
     assert torch.equal(loss, expected_loss) and torch.equal(teacher_kl, expected_kl) and teacher_kl != 0
     for gradient, expected in zip(gradients, expected_gradients, strict=True):
         assert torch.equal(gradient, expected)
+
+
+def test_a_dummy_has_the_same_totals_in_the_same_order_so_that_ranks_add_the_same_numbers():
+    """Also on a rank that gets nothing else in a step."""
+    objective = Objective(config("most probable tokens"))
+    (group, *_) = GroupAdvantages(config("most probable tokens"))(groups(), step=0)
+    policy = PolicyModel(tiny_model())
+    names = []
+    for micro_batch in (pack(list(group.samples)), dummy_micro_batch(0)):
+        objective.check_inputs(micro_batch)
+        loss, totals = objective(policy, BatchTensors(micro_batch, torch.device("cpu")))
+        loss.backward()
+        names.append(list(totals))
+    assert names[0] == names[1] and "teacher_forward_kl" in names[0]
+    assert totals["teacher_forward_kl"] == 0
+
+
+def test_samples_without_the_teachers_most_probable_tokens_are_refused():
+    (group, *_) = GroupAdvantages(config("most probable tokens"))(groups(), step=0)
+    samples = [replace(sample, teacher_top=None) for sample in group.samples]
+    with pytest.raises(ConfigurationError, match="--teacher-top-k is 3 but the samples carry no log-probs"):
+        Objective(config("most probable tokens")).check_inputs(pack(samples))
