@@ -2,8 +2,9 @@
 
 from typing import Any
 
+import torch
 from peft.tuners.lora.layer import Linear
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.functional import linear
 
 
@@ -24,15 +25,21 @@ class LeanLoraLinear(Linear):
             kwargs: As `args`.
         """
         is_plain = not (self.disable_adapters or self.merged or args or kwargs) and x.ndim > 1
-        if not is_plain or len(self.active_adapters) != 1:
+        if not is_plain or len(self.active_adapters) != 1 or torch.is_autocast_enabled(x.device.type):
             return super().forward(x, *args, **kwargs)
         (name,) = self.active_adapters
         lora_a: Any = self.lora_A[name].weight
         lora_b: Any = self.lora_B[name].weight
+        has_equal_dtypes = x.dtype == self.base_layer.weight.dtype == lora_a.dtype == lora_b.dtype
+        if not has_equal_dtypes or self._computes_more_than_lora(name):
+            return super().forward(x)
         # The rows first, because autograd copies gradients of tensors that are changed in place through a view
         rows = x.flatten(0, -2)
         output = self.base_layer(rows)
-        if not output.dtype == rows.dtype == lora_a.dtype == lora_b.dtype:
-            return super().forward(x)
         output.addmm_(linear(rows, lora_a), lora_b.T, alpha=self.scaling[name])
         return output.unflatten(0, x.shape[:-1])
+
+    def _computes_more_than_lora(self, name: str) -> bool:
+        """Return whether an adapter has dropout, a bias, or another formula (DoRA), which peft's own forward computes."""
+        has_dropout = not isinstance(self.lora_dropout[name], nn.Identity)
+        return has_dropout or self.lora_bias[name] or name in self.lora_variant

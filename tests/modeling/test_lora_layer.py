@@ -20,10 +20,10 @@ class OneLinear(nn.Module):
         return self.first(x)
 
 
-def model_with_adapter(is_lean: bool) -> nn.Module:
+def model_with_adapter(is_lean: bool, **settings) -> nn.Module:
     torch.manual_seed(0)
     model = OneLinear()
-    config = LoraConfig(r=3, lora_alpha=4, target_modules=["first"])
+    config = LoraConfig(r=3, lora_alpha=4, target_modules=["first"], **settings)
     if is_lean:
         config._register_custom_module({nn.Linear: LeanLoraLinear})
     model.requires_grad_(False)
@@ -58,13 +58,32 @@ def test_outputs_and_gradients_are_those_of_peft(shape, state):
         torch.testing.assert_close(result, expected, rtol=1e-5, atol=1e-5)
 
 
-def test_a_base_of_another_dtype_than_the_adapter_is_computed_by_peft():
+@pytest.mark.parametrize(
+    "settings", [{"use_rslora": True}, {"lora_dropout": 0.5}, {"use_dora": True}, {"lora_bias": True}]
+)
+def test_what_is_more_than_plain_lora_is_computed_by_peft(settings):
+    x = torch.randn(1, ROWS, INPUTS, generator=torch.Generator().manual_seed(1))
+    outputs = []
+    for is_lean in (True, False):
+        model = model_with_adapter(is_lean, **settings)
+        if "lora_bias" in settings:
+            nn.init.ones_(model.first.lora_B["default"].bias)
+        torch.manual_seed(2)  # the same dropout
+        outputs.append(model(x))
+    torch.testing.assert_close(*outputs, rtol=1e-5, atol=1e-5)
+
+
+def test_a_base_of_another_dtype_than_the_adapter_is_computed_by_peft_and_once():
     lean = model_with_adapter(is_lean=True)
+    calls = []
+    lean.first.base_layer.register_forward_hook(lambda *arguments: calls.append(1))
     reference = model_with_adapter(is_lean=False)
     x = torch.randn(ROWS, INPUTS).bfloat16()
     for model in (lean, reference):
         model.first.base_layer.bfloat16()
-    assert torch.equal(lean(x), reference(x)) and lean(x).dtype is torch.bfloat16
+    output = lean(x)
+    assert torch.equal(output, reference(x)) and output.dtype is torch.bfloat16
+    assert len(calls) == 1
 
 
 class OutputTensors(TorchDispatchMode):
