@@ -15,8 +15,10 @@ from async_grpo.messages import Truncation
 from async_grpo.modeling.token_masks import TokenMasks, forbid
 from async_grpo.modeling.truncated import forbid_below, lowest_logits
 
-# Tokens whose logits are in memory at once on a CPU if the head is frozen. There, as few as these are computed as fast as
-# more. With a gradient of the head, each chunk also adds to a tensor of the head's size, which takes longer
+# Tokens whose logits are in memory at once on a CPU if a float32 head is frozen. Smaller chunks need less memory, and
+# SmolLM2's head takes a quarter more time than with chunks of 256 tokens (docs/log.md, 2026-11-28). Small chunks would take
+# much longer for a head with a gradient, to which each chunk adds, and for a bfloat16 head, which each chunk converts to
+# float32
 FROZEN_CHUNK_TOKENS_ON_CPU = 64
 PRODUCT_ROWS = 1 << 14  # rows of the head whose gradient is computed at once on a GPU
 
@@ -60,7 +62,7 @@ def chunked_logprobs(
     >>> (logprobs.exp()).tolist()
     [0.25, 0.25, 0.25]
     """
-    if not (weight.requires_grad or weight.is_cuda):
+    if weight.dtype is torch.float32 and not (weight.requires_grad or weight.is_cuda):
         chunk_tokens = min(chunk_tokens, FROZEN_CHUNK_TOKENS_ON_CPU)
     indices = None if masks is None else masks.indices
     bits = None if masks is None else masks.bits

@@ -125,6 +125,29 @@ def test_a_frozen_head_as_with_lora_costs_no_tensor_of_its_size_and_the_other_gr
     assert torch.equal(gradients[True], gradients[False])
 
 
+@pytest.mark.parametrize(
+    ("dtype", "is_frozen", "num_chunks"),
+    [(torch.float32, True, 4), (torch.float32, False, 1), (torch.bfloat16, True, 1)],
+)
+def test_only_a_frozen_float32_head_is_applied_to_fewer_tokens_than_the_option_says(
+    monkeypatch, dtype, is_frozen, num_chunks
+):
+    """A bfloat16 head is converted to float32 for each chunk, which takes as long as the product with few tokens."""
+    monkeypatch.setattr(module, "FROZEN_CHUNK_TOKENS_ON_CPU", 5)
+    products = []
+    product = module._product
+
+    def counted(left, right):
+        products.append(len(left))
+        return product(left, right)
+
+    monkeypatch.setattr(module, "_product", counted)
+    hidden, weight, _, targets = head_inputs(20, 0, dtype)
+    weight.requires_grad_(not is_frozen)
+    chunked_logprobs(hidden, weight, None, targets, 0.7, 1024)
+    assert len(products) == num_chunks and sum(products) == 20
+
+
 def test_the_head_s_gradient_on_a_gpu_needs_no_second_tensor_of_its_size(monkeypatch):
     monkeypatch.setattr(module, "PRODUCT_ROWS", 5)
     generator = torch.Generator().manual_seed(0)
