@@ -91,7 +91,7 @@ class GradientAccumulator:
     def _backward(self, batch: BatchTensors) -> None:
         totals = self.compute_gradient(batch)
         if self._freed_memory is not None:
-            self._freed_memory.release_if_grown()
+            self._freed_memory.release_within_step()
         for observe in self.observers:
             observe(batch)
         for name, value in totals.items():
@@ -187,7 +187,7 @@ class GradientAccumulator:
                 )
         self.discard_gradients()
         if self._freed_memory is not None:
-            self._freed_memory.release()
+            self._freed_memory.release_after_step()
 
         report: dict[str, Any] = _metrics(totals, histogram, count)
         report |= update

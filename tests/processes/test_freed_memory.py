@@ -1,4 +1,4 @@
-"""Memory of freed tensors goes back to the operating system: always when told, and else when a process has grown."""
+"""Memory of freed tensors goes back to the operating system: always when told, and else when a process has grown much."""
 
 import pytest
 import torch
@@ -25,21 +25,55 @@ def test_gaps_between_tensors_are_returned():
     assert resident_bytes() - before < 30 * MIB
 
 
-def test_within_a_step_memory_is_returned_only_when_the_process_has_grown(monkeypatch):
-    calls = []
-    resident = [100]
+@pytest.fixture
+def resident(monkeypatch) -> list[int]:
+    """The resident memory in MiB that is reported, which the tests change."""
+    resident = [0]
+    monkeypatch.setattr(memory_use, "resident_bytes", lambda: resident[0] * MIB)
+    return resident
+
+
+@pytest.fixture
+def calls(monkeypatch) -> list[int]:
+    """The calls of glibc's function."""
+    calls: list[int] = []
     monkeypatch.setattr(memory_use, "_malloc_trim", lambda: calls.append)
-    monkeypatch.setattr(memory_use, "resident_bytes", lambda: resident[0])
+    return calls
+
+
+def test_within_a_step_memory_is_returned_only_when_the_process_has_grown_by_half(resident, calls):
+    resident[0] = 1000
     freed_memory = FreedMemory()
     assert calls == [0]
-    for num_bytes, expected_calls in ((149, 1), (151, 2), (220, 2), (230, 3)):
-        resident[0] = num_bytes
-        freed_memory.release_if_grown()
-        assert len(calls) == expected_calls, num_bytes
+    for size, expected_calls in ((1490, 1), (1510, 2), (2200, 2), (2300, 3)):
+        resident[0] = size
+        freed_memory.release_within_step()
+        assert len(calls) == expected_calls, size
+
+
+def test_a_small_model_s_steps_do_not_wait_for_memory_to_be_assigned_anew(resident, calls):
+    resident[0] = 240
+    freed_memory = FreedMemory()
+    for size, expected_calls in ((370, 1), (490, 1), (500, 2), (750, 2), (760, 3)):
+        resident[0] = size
+        freed_memory.release_within_step()
+        freed_memory.release_after_step()
+        assert len(calls) == expected_calls, size
+
+
+def test_after_a_step_a_large_process_returns_what_it_has_grown_by(resident, calls):
+    resident[0] = 10_000
+    freed_memory = FreedMemory()
+    resident[0] = 10_300
+    freed_memory.release_within_step()
+    assert len(calls) == 1
+    freed_memory.release_after_step()
+    assert len(calls) == 2
 
 
 def test_another_c_library_is_left_alone(monkeypatch):
     monkeypatch.setattr(memory_use, "_malloc_trim", lambda: None)
     freed_memory = FreedMemory()
     freed_memory.release()
-    freed_memory.release_if_grown()
+    freed_memory.release_within_step()
+    freed_memory.release_after_step()
