@@ -16,9 +16,9 @@ KIB = 1024
 # Before the end of a step, memory is returned to the operating system if the process holds this many times what it held
 # after the last return
 GROWTH_BEFORE_RETURN = 1.5
-# A process that has grown by less keeps its memory. To assign 100 MB anew in each step would make the steps of a small
-# model 7 % slower
-MIN_GROWTH_BYTES = 256 << 20
+# A process that holds less keeps its freed memory. To assign 100 MB anew in each step would make the steps of a small model
+# 7 % slower
+SMALL_PROCESS_BYTES = 1 << 30
 # The estimate for this process in bytes, by the name of the process: at most one entry, because a process has one task
 _planned_bytes: dict[str, int] = {}
 
@@ -117,18 +117,14 @@ class FreedMemory:
             self._resident_bytes = resident_bytes()
 
     def release_within_step(self) -> None:
-        """Return all freed memory if this process has grown by half since the last time, and not by little."""
-        largest_growth = (GROWTH_BEFORE_RETURN - 1) * self._resident_bytes
-        if self._growth_bytes() > max(largest_growth, MIN_GROWTH_BYTES):
+        """Return all freed memory if this process has grown by half since the last time. A small process keeps it."""
+        if resident_bytes() > max(GROWTH_BEFORE_RETURN * self._resident_bytes, SMALL_PROCESS_BYTES):
             self.release()
 
     def release_after_step(self) -> None:
-        """Return all freed memory, unless this process has grown by little since the last time."""
-        if self._growth_bytes() > MIN_GROWTH_BYTES:
+        """Return all freed memory. A small process keeps it."""
+        if resident_bytes() > SMALL_PROCESS_BYTES:
             self.release()
-
-    def _growth_bytes(self) -> int:
-        return resident_bytes() - self._resident_bytes
 
 
 def _malloc_trim() -> Callable[[int], int] | None:
