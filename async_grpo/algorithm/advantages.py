@@ -329,7 +329,8 @@ def get_estimator(name: str) -> Estimator:
     """Return the estimator with a name, or the user's own at `FILE.py:NAME`.
 
     Raises:
-        ConfigurationError: There is no such estimator, or its function needs an input that nothing provides.
+        ConfigurationError: There is no such estimator, or its function needs an input that nothing provides, or it lacks
+            a keyword of estimators with running means.
     """
     estimator = find_entry(name, ADVANTAGE_ESTIMATORS, Estimator, "advantage-estimator")
     try:
@@ -346,5 +347,10 @@ def get_estimator(name: str) -> Estimator:
             f"--advantage-estimator {name} takes {', '.join(unknown)}, which is neither an option (a keyword with a number "
             f"as its default) nor provided ({', '.join(PROVIDED)}): give its Estimator entry inputs={{'{unknown[0]}': "
             "a function of the sample}"
+        )
+    if estimator.has_running_mean and not ("keys" in estimator.keywords and "decay" in estimator.options):
+        raise ConfigurationError(
+            f"--advantage-estimator {name} takes means: give its function also the keyword keys, and decay with a number "
+            "as its default, by which the running means change"
         )
     return estimator

@@ -130,8 +130,9 @@ def disk(config: LocalConfig, num_trained: int) -> Finding:
         num_trained: Number of trained parameters. With LoRA, checkpoints and models hold these alone.
     """
     place = nearest_folder(config.output_path)
-    checkpoint_bytes = CHECKPOINT_PARAMETER_BYTES * num_trained
+    checkpoint_bytes = _checkpoint_bytes(config, num_trained)
     model_bytes = (4 if config.has_lora else 2) * num_trained  # adapters in float32, models in bfloat16
+    model_bytes += 2 * _critic_parameters(config)
     num_samples = config.num_groups * config.samples_per_question
     num_models = config.keep_models or math.ceil(num_samples / config.samples_between_models)
     num_existing = len(checkpoints_of(config.output_path))
@@ -234,8 +235,7 @@ def roles(
     for kind in config.logprob_roles:
         yield f"{kind} worker", 1, 1, _logprob_bytes(config, settings, kind, num_parameters)
     # Two copies of the weights, a checkpoint that is being written, and the state that the ranks offload
-    checkpoint_bytes = CHECKPOINT_PARAMETER_BYTES * (num_parameters if num_trained is None else num_trained)
-    checkpoint_bytes += CHECKPOINT_PARAMETER_BYTES * critic_parameters
+    checkpoint_bytes = _checkpoint_bytes(config, num_parameters if num_trained is None else num_trained)
     main_memory_bytes = 2 * dtype_bytes * num_parameters + checkpoint_bytes + num_ranks * offloaded_bytes
     if config.weight_sync_deltas:
         main_memory_bytes += dtype_bytes * num_parameters  # the last version that rank 0 sent
@@ -262,6 +262,12 @@ def _num_kept_copies(config: LocalConfig) -> int:
         num_followers = sum(kind.partition(":")[0] not in FROZEN_ROLES for kind in config.logprob_roles)
         return config.generation_workers + num_followers + config.moves_reference
     return config.generation_workers * config.tensor_parallel_size
+
+
+def _checkpoint_bytes(config: LocalConfig, num_trained: int) -> int:
+    """Return the size of a checkpoint, which also holds a critic of its own and the weights of a moving reference."""
+    num_bytes = CHECKPOINT_PARAMETER_BYTES * (num_trained + _critic_parameters(config))
+    return num_bytes + (4 * num_trained if config.moves_reference else 0)
 
 
 def _critic_parameters(config: LocalConfig) -> int:

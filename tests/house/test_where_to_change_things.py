@@ -91,6 +91,29 @@ def test_an_input_that_nothing_provides_is_refused_with_the_way_to_provide_it(ow
         get_estimator(own(ESTIMATOR, "in_need"))
 
 
+RUNNING = """
+from async_grpo.algorithm.advantages import Estimator
+
+def _decayed(rewards, used, groups, *, keys, means, decay=0.9):
+    return (rewards.sum(dim=1) - means)[:, None]
+
+def _scaled(rewards, used, groups, *, keys, means, scale=0.9):
+    return scale * _decayed(rewards, used, groups, keys=keys, means=means)
+
+decayed = Estimator(_decayed, sums=True, needs_group=False)
+scaled = Estimator(_scaled, sums=True, needs_group=False)
+"""
+
+
+def test_an_estimator_with_running_means_says_how_they_decay(own):
+    name = own(RUNNING, "decayed")
+    assert get_estimator(name).has_running_mean
+    with pytest.raises(
+        ConfigurationError, match="takes means: give its function also the keyword keys, and decay"
+    ):
+        get_estimator(name.replace(":decayed", ":scaled"))
+
+
 def test_a_loss_is_one_file(own, tmp_path):
     name = own(LOSS, "reinforce")
     (once,), (twice,) = (

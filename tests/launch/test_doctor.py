@@ -399,6 +399,16 @@ def test_disk_by_hand(tmp_path, monkeypatch, free, level):
     assert (plan.disk(kept, GB).level == "ok") == (free >= 2 * 12 * GB + 2 * GB)
 
 
+def test_the_disk_also_holds_a_critic_of_its_own_and_a_moving_reference(tmp_path, monkeypatch):
+    """Two checkpoints and one model, of a billion parameters each for the policy, the reference and the critic."""
+    saved = {"keep_models": 1, "keep_checkpoints": 1}
+    moving = LocalConfig(**options(tmp_path, **saved, kl_coef=0.1, ref_update_steps=5))
+    assert "take 34.0 GB" in plan.disk(moving, GB).found  # 2 x (12 + 4) + 2
+    monkeypatch.setattr(plan, "_critic_parameters", lambda config: GB)
+    critic = LocalConfig(**options(tmp_path, **saved, advantage_estimator="gae", critic_model="same"))
+    assert "take 52.0 GB" in plan.disk(critic, GB).found  # 2 x (12 + 12) + 2 + 2
+
+
 def test_weights_on_their_way_want_shared_memory(monkeypatch, tmp_path):
     real = shutil.disk_usage
     monkeypatch.setattr(plan, "SHARED_MEMORY", tmp_path)
