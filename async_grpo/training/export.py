@@ -120,13 +120,16 @@ class ModelExporter:
                 state[name] = tensor.to("cpu", dtype, copy=True)
         value_head = value_head_tensors(policy)
         self._last_saved = samples
-        if self.ranks.is_main:
-            self._write(policy, state, value_head, target, dtype)
-            # Only exports of this run are removed: `_written` lists no others
-            self._written.append(target)
-            while self.keep_last and len(self._written) > self.keep_last:
-                shutil.rmtree(self._written.pop(0))
-        self.also_save(samples)
+        try:
+            if self.ranks.is_main:
+                self._write(policy, state, value_head, target, dtype)
+                # Only exports of this run are removed: `_written` lists no others
+                self._written.append(target)
+                while self.keep_last and len(self._written) > self.keep_last:
+                    shutil.rmtree(self._written.pop(0))
+        finally:
+            # It may be a collective. The other ranks would wait for rank 0 if it left this out after a failure to write
+            self.also_save(samples)
         return target
 
     def _write(

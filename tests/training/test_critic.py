@@ -123,6 +123,22 @@ def test_an_exported_critic_is_a_whole_model_that_starts_another_critic(chain, r
     assert again["value_head.weight"].count_nonzero()
 
 
+def test_a_policy_that_cannot_be_written_does_not_keep_the_ranks_from_gathering_the_critic(
+    chain, monkeypatch
+):
+    """Otherwise the other ranks would wait in the critic's export for rank 0, which has given up."""
+
+    def full_disk(*_arguments):
+        raise OSError("no space left")
+
+    exporter = chain.trainer.exporter
+    critics = []
+    monkeypatch.setattr(exporter, "_write", full_disk)
+    monkeypatch.setattr(exporter, "also_save", critics.append)
+    exporter.save_if_due(chain.trainer.policy, 10**9)
+    assert critics == [10**9]
+
+
 def test_a_value_does_not_depend_on_the_packing_and_is_read_before_its_token():
     critic = CriticModel(tiny_model(seed=4))
     torch.nn.init.normal_(critic.value_head.weight)
