@@ -8,7 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import replace
 from functools import partial
 
@@ -259,13 +259,14 @@ def test_a_request_with_a_grammar_begins_again_after_a_lost_engine_and_a_bad_one
     np.testing.assert_array_equal(engine.run(complete(grammar)).token_ids, first.token_ids)
 
 
-def environments_of(run) -> list[psutil.Process]:
-    """The first process of each: their parent is the run's controller."""
-    found = []
-    for parent in psutil.process_iter(["cmdline", "environ"]):
-        if "ray::RunController" in str(parent.info["cmdline"]) and str(run) in str(parent.info["environ"]):
-            found += [one for one in parent.children() if "isolation.child" in str(one.cmdline())]
-    return found
+def environments_of(run: subprocess.Popen) -> list[psutil.Process]:
+    """The first process of each: their parent is the run's controller, a descendant of the run."""
+    environments = []
+    for parent in psutil.Process(run.pid).children(recursive=True):
+        with suppress(psutil.NoSuchProcess):
+            if "ray::RunController" in str(parent.cmdline()):
+                environments += [one for one in parent.children() if "isolation.child" in str(one.cmdline())]
+    return environments
 
 
 def test_a_run_with_an_environment_outlives_its_killed_processes_and_says_what_failed(tmp_path):
@@ -304,7 +305,7 @@ def test_a_run_with_an_environment_outlives_its_killed_processes_and_says_what_f
         time.sleep(0.3)
         done = metrics.read_text().count("\n") if metrics.exists() else 0
         if killed < 3 and done > 3 + 6 * killed:  # never all of one step's
-            for process in environments_of(tmp_path)[:1]:
+            for process in environments_of(run)[:1]:
                 process.send_signal(signal.SIGKILL)
                 killed += 1
     output = run.communicate(timeout=60)[0]
