@@ -115,7 +115,8 @@ class WorkerActor(ChannelServer):
                 raise WeightsDidNotLand(f"weights {package.version} came after newer weights {self._version}")
             if not package.chunks:
                 # The trainer asks whether this worker has the trainer's weights already
-                return {}, await answer_canary(self._engine, package.canary_texts)
+                with naming_out_of_memory("while a worker computed log-probs of fixed texts", UPDATE_CURE):
+                    return {}, await answer_canary(self._engine, package.canary_texts)
             chunks = []
             for chunk in package.chunks:
                 chunks.append(_mapped(chunk) if isinstance(chunk, Path) else (await chunk).data)

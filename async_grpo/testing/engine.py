@@ -185,6 +185,10 @@ class InProcessWorker:
 
     async def load(self, package: WeightPackage) -> Receipt:
         """Load a package of weights, and return the receipt with the log-probs of its canary."""
+        if not package.chunks:
+            # The trainer asks whether this worker has the trainer's weights already
+            self._refuse_if_lost()
+            return {}, await answer_canary(self.engine, package.canary_texts)
         chunks = [memoryview(chunk) for chunk in package.chunks]
         whole_chunks = self._received.restore(chunks, package.chunk_digests)
         manifest = await self._handler("update")(package.version, whole_chunks)

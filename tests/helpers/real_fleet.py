@@ -10,7 +10,7 @@ from async_grpo.messages import LoraSettings
 from async_grpo.modeling.load import load_causal_lm
 from async_grpo.modeling.lora import add_lora, fill_lora
 from async_grpo.modeling.policy import PolicyModel, named_adapters, named_weights, named_weights_and_adapters
-from async_grpo.protocols import Receipt, WeightPackage, answer_canary
+from async_grpo.protocols import Manifest, Receipt, WeightPackage, answer_canary
 from async_grpo.training.sharding import canary_logprobs
 from async_grpo.weights.canary import Canary
 from async_grpo.weights.config import WeightConfig
@@ -42,8 +42,11 @@ class RealFleet:
             if (name in self.late) != package.for_late:
                 continue
             chunks = [memoryview(chunk) for chunk in package.chunks]
+            manifest: Manifest = {}
             try:
-                manifest = engine.run(engine.worker.update(package.version, chunks))
+                # A package without chunks asks for the log-probs alone, as in `WorkerActor.update_weights`
+                if chunks:
+                    manifest = engine.run(engine.worker.update(package.version, chunks))
             except Exception as error:
                 self.fence(name, error)
                 continue
