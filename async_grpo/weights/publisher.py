@@ -202,13 +202,14 @@ class Publisher:
     def _engines_have_weights(self, unchanged: WeightPackage) -> bool:
         """Return whether all engines already compute with the trainer's weights. A collective.
 
-        An empty package asks for their log-probs of the canary texts. In bfloat16 nothing is asked: the rounds depend on
-        which of the received tensors an engine can read back. Workers that joined late have older weights.
+        An empty package asks for their log-probs of the canary texts. In bfloat16 and with `--canary-tolerance`, nothing is
+        asked, because the read-back may have to show a lost tensor. It works only if engines first receive the weights that
+        they have already (`ReadBack`). Workers that joined late have older weights.
         """
         # An engine cannot compute with an adapter before the first sync
         has_adapter = self.named_updates is not None
         cannot_ask = has_adapter or self._for_late or not self.asks_before_sending
-        if cannot_ask or self.wire_dtype is not torch.float32:
+        if cannot_ask or self.config.canary_tolerance is not None or self.wire_dtype is not torch.float32:
             return False
         ask = self._transact(unchanged, {}, with_proof=False)
         differences = self._begin_round(ask)()

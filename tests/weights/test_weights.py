@@ -104,6 +104,14 @@ def test_an_engine_that_starts_with_other_weights_gets_the_trainers_before_they_
     assert sender._rounding < 1e-6  # of the weights that were sent, not of those that the engine started with
 
 
+def test_with_a_tolerance_that_may_hide_a_lost_tensor_engines_first_receive_the_weights_that_they_have():
+    """Only then can the read-back tell a place that lost its weights from one that cannot be read."""
+    link = FakeLink()
+    publisher(link, config=WeightConfig(canary_tolerance=0.5)).publish(TwoLayers(), 0, self_test=True)()
+    delivered = [entry[1:] for entry in link.log if entry[0] == "deliver"]
+    assert delivered == [(SELF_TEST, 1), (SELF_TEST, 1), (0, 1)]
+
+
 def test_all_ranks_send_unchanged_weights_or_none_does():
     """Rank 0 alone knows what the engines answer; a rank that went another way would wait for ever in a collective."""
     for engine_shift, rounds in ((0.0, 1), (0.01, 2)):
