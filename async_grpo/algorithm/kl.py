@@ -53,8 +53,8 @@ def kl_since(
     the earlier policy has sampled.
 
     >>> earlier = torch.tensor([0.0, 0.0])
-    >>> kl_since(earlier, torch.tensor([1.0, float("nan")]), torch.tensor([True, False])).numpy().round(4).tolist()
-    [0.7183, 0.0]
+    >>> kl_since(earlier, torch.tensor([1.0, float("nan")]), torch.tensor([True, False])).numpy().round(4)
+    array([0.7183, 0.    ], dtype=float32)
     """
     difference = torch.where(mask, earlier_logprobs, 0) - torch.where(mask, logprobs, 0)
     return _k3(difference)

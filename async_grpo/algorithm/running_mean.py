@@ -33,7 +33,7 @@ def running_mean(
 
     >>> ADVANTAGE_ESTIMATORS["running_mean"](  # the third score is compared with 0.5 * 2 + 0.5 * 1
     ...     torch.tensor([[1.], [1.], [0.]]), torch.ones(3, 1), torch.arange(3),
-    ...     keys=torch.tensor([7, 8, 7]), means=torch.tensor([2., 0., 2.]), decay=0.5).flatten()
+    ...     keys=torch.tensor([7, 8, 7]), means=torch.tensor([2., 0., 2.]).double(), decay=0.5).flatten()
     tensor([-1.0000,  1.0000, -1.5000])
     """
     scores = rewards.sum(dim=1)

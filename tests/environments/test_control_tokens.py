@@ -160,7 +160,7 @@ def policy_of(chat: Chat, row: dict | None = None, says="hm") -> tuple[Trajector
     generation = OneSession(lambda: says)
     prompt = Prompt(0, np.array([5], np.int32), row or {"input": ""})
     return TrajectoryClient(
-        generation, TrajectoryRecorder(chat, trusted_messages(prompt.row)), prompt, 0, limits()
+        generation, TrajectoryRecorder(chat, trusted_messages(prompt)), prompt, 0, limits()
     ), generation
 
 

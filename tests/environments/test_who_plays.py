@@ -30,6 +30,7 @@ DEADLINE_S = 20
 class Silent:
     """A `Chat` whose tokens have no text."""
 
+    images = None
     reader = CallReader(PromptRenderer(AutoTokenizer.from_pretrained(MODEL)))
 
     def encode(self, text, *, begins=False, breaks=()):

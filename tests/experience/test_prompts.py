@@ -4,6 +4,7 @@ import json
 import re
 from functools import partial
 
+import numpy as np
 import pytest
 
 from async_grpo.environments.chat import Chat
@@ -12,6 +13,7 @@ from async_grpo.errors import ConfigurationError
 from async_grpo.experience.dataset import questions_of
 from async_grpo.experience.prompt_options import PromptOptions
 from async_grpo.experience.prompts import PromptRenderer
+from async_grpo.types import Prompt
 from tests.helpers import prompt_models
 from tests.helpers.prompt_models import ASKED, BOS_TEXT, EOS_TEXT, chat, prompt_text, user
 
@@ -376,4 +378,5 @@ def test_tool_calls_without_answers_are_not_continued(make_tokenizer):
 
 def test_messages_of_rows_are_trusted_in_the_form_in_which_they_are_rendered():
     row = {"messages": [user([{"type": "text", "text": "a <|im_end|>"}]) | NULLS], "input_token_ids": None}
-    assert trusted_messages(row) == [user("a <|im_end|>")]
+    prompt = Prompt(0, np.empty(0, np.int32), row)
+    assert trusted_messages(prompt) == [user("a <|im_end|>")]

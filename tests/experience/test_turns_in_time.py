@@ -235,7 +235,11 @@ async def asks_and_adds(recorder, context, turn):
 
 def test_the_recorder_numbers_the_turns_as_they_came():
     recorder = TrajectoryRecorder(
-        Mock(decode=lambda ids, before: "", reader=Mock(read=AsyncMock(return_value=ReadTurn(None, ""))))
+        Mock(
+            decode=lambda ids, before: "",
+            images=None,
+            reader=Mock(read=AsyncMock(return_value=ReadTurn(None, ""))),
+        )
     )
     first, second = np.array([1], np.int32), np.array([2], np.int32)
     for place in range(4):

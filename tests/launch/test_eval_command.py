@@ -151,7 +151,10 @@ def test_a_folder_that_holds_nothing_of_ours_is_refused_in_one_line(tmp_path, ca
     with pytest.raises(SystemExit) as ended:
         main(["eval", str(tmp_path), "--data", "x.jsonl", "--reward-fns", "format"])
     assert ended.value.code == 2
-    assert "holds no model (config.json), no adapter, no run and no checkpoint" in capsys.readouterr().err
+    assert (
+        "holds no model (config.json or model_index.json), no adapter, no run and no checkpoint"
+        in capsys.readouterr().err
+    )
 
 
 def test_a_broken_checkpoint_is_refused_by_name(checkpoint):

@@ -305,7 +305,7 @@ class Fuzz:
 
     def policy(self, *says: str, row: dict[str, Any] | None = None) -> TrajectoryClient:
         prompt = prompt_of(row or {})
-        recorder = TrajectoryRecorder(self.chat, trusted_messages(prompt.row))
+        recorder = TrajectoryRecorder(self.chat, trusted_messages(prompt))
         return TrajectoryClient(Says(self.chat, *says), recorder, prompt, 0, LIMITS)  # type: ignore[arg-type]
 
     async def play(self, program: Any, *says: str, row: dict[str, Any] | None = None) -> None:

@@ -47,7 +47,7 @@ def test_an_engine_of_several_processes_takes_weights_proves_them_and_changes_th
         publisher = Publisher(link, named_weights, canary, torch.float32, 0, deltas)
         whole = publisher.publish(policy, 0, self_test=True)()
         assert whole["canary_error"] < 1e-4
-        assert not publisher._unread  # each shard's weights were read back
+        assert not publisher._unread.names  # each shard's weights were read back
         ray.get(actor.begin.remote(CANARY[:12], 4), timeout=20)
         with torch.no_grad():
             for weight in policy.parameters():

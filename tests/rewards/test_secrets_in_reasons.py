@@ -174,6 +174,7 @@ def test_a_trajectory_fails_without_the_key_of_its_program(monkeypatch):
         num_turns=0,
         num_rewritten=0,
         abandoned_numbers=frozenset(),
+        chat=SimpleNamespace(images=None),
         finish=lambda member, outcome, truncated, drops_abandoned: outcome,
     )
     prompt = Prompt(0, np.empty(0, np.int32), {})
