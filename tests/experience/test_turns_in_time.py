@@ -237,7 +237,7 @@ def test_the_recorder_numbers_the_turns_as_they_came():
     recorder = TrajectoryRecorder(
         Mock(
             decode=lambda ids, before: "",
-            images=None,
+            images_of_tokens=lambda ids, images: (),
             reader=Mock(read=AsyncMock(return_value=ReadTurn(None, ""))),
         )
     )
