@@ -122,5 +122,5 @@ def show_times(folder: Path) -> None:
     add_row("engines paused for weights", seconds_by_key["wait_generation_weights_s"])
     add_row("evaluations, beside the steps", seconds_by_key["eval_seconds"])
     for name, seconds in seconds_by_reward.items():
-        add_row(f"reward {name}, all its workers", seconds)
+        add_row(f"reward {name}, all its calls", seconds)
     Console().print(table)

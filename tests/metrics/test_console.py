@@ -82,8 +82,8 @@ def test_the_seconds_of_a_run_are_summed_by_cause_and_shown_with_their_shares(tm
     assert cells["computes"] == ["3.0", "1.00", "30%"] and cells["saves"] == ["1.0", "0.33", "10%"]
     assert cells["engines busy, of what staleness allows"] == ["3.0", "1.00", "75%"]
     assert cells["evaluations, beside the steps"] == ["12.5", "4.17", ""]
-    assert cells["reward math, all its workers"] == ["1.0", "0.33", ""]
-    assert cells["reward judge, all its workers"] == ["4.0", "1.33", ""]
+    assert cells["reward math, all its calls"] == ["1.0", "0.33", ""]
+    assert cells["reward judge, all its calls"] == ["4.0", "1.33", ""]
 
 
 @pytest.mark.parametrize("content", [None, "", '{"step": 1, "seco'])
