@@ -1,6 +1,7 @@
 """Test modules stand alone: what several of them need lies in `tests/helpers`."""
 
 import re
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -44,3 +45,10 @@ def test_no_file_imports_a_test_module():
             if modules and path != Path(__file__).resolve():
                 importing[str(path.relative_to(ROOT))] = modules
     assert not importing, f"move what is shared into a module of tests/helpers: {importing}"
+
+
+def test_no_two_test_modules_have_the_same_name():
+    """A folder of tests is no package, so pytest would refuse the second module when both run together."""
+    names = Counter(path.name for path in (ROOT / "tests").rglob("test_*.py"))
+    repeated = [name for name, count in names.items() if count > 1]
+    assert not repeated, f"rename one of each: {repeated}"

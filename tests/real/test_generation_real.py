@@ -171,7 +171,7 @@ def test_what_an_unfinished_completion_has_is_told_and_another_engine_goes_on_as
     from async_grpo.inference import generation_worker
 
     monkeypatch.setattr(generation_worker, "PARTIAL_RESULTS_EVERY_S", 0.01)
-    prompt, seeds = CANARY[:8], {member: 100 + member for member in range(6)}
+    prompt, seeds = CANARY[:8], {member: 100 + member for member in range(16)}
 
     async def all_of(begun=None) -> tuple[dict[int, Completion], dict[int, list[Tokens]]]:
         completions, parts = {}, {member: [] for member in seeds}
@@ -184,11 +184,13 @@ def test_what_an_unfinished_completion_has_is_told_and_another_engine_goes_on_as
         return completions, parts
 
     send(engine, weights(model), 30)
-    whole, parts = engine.run(all_of())
-    assert sum(len(several) > 1 for several in parts.values()) > 2, "too quick to be told of"
-    begun = {
-        m: functools.reduce(operator.add, several[:-1]) for m, several in parts.items() if len(several) > 1
-    }
+    for _ in range(20):  # on a loaded machine a short completion may end before this process is told of a part of it
+        whole, parts = engine.run(all_of())
+        told = {member: several for member, several in parts.items() if len(several) > 1}
+        if len(told) > 2:
+            break
+    assert len(told) > 2, "too quick to be told of"
+    begun = {member: functools.reduce(operator.add, several[:-1]) for member, several in told.items()}
     send(engine, weights(model), 31)
     continued, _ = engine.run(all_of(begun))
     for member, first in begun.items():
