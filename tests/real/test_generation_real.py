@@ -184,7 +184,8 @@ def test_what_an_unfinished_completion_has_is_told_and_another_engine_goes_on_as
         return completions, parts
 
     send(engine, weights(model), 30)
-    for _ in range(20):  # on a loaded machine a short completion may end before this process is told of a part of it
+    # On a loaded machine a short completion may end before this process is told of a part of it
+    for _ in range(20):
         whole, parts = engine.run(all_of())
         told = {member: several for member, several in parts.items() if len(several) > 1}
         if len(told) > 2:
