@@ -65,7 +65,7 @@ def measure(options: dict[str, Any], length: int) -> dict[str, float]:
 def main() -> None:
     """Measure both cases, and print them with their ratios."""
     parser = argparse.ArgumentParser()
-    parser.add_argument("--model", type=Path, help="model folder; by default SmolLM2-135M-Instruct, made if needed")
+    parser.add_argument("--model", type=Path, help="folder; by default SmolLM2-135M-Instruct")
     parser.add_argument("--rank", type=int, default=16)
     parser.add_argument("--tokens", type=int, default=512)
     parser.add_argument("--length", type=int, default=128)
