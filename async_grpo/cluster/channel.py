@@ -25,23 +25,24 @@ from ray.exceptions import RayError
 from async_grpo.cluster.ray_session import cause_of
 from async_grpo.errors import AsyncGrpoError, RunFailed, WorkerLost
 
-# Seconds that an answer or a call waits for others, so that all of them are sent in one message. A message costs 3 to
-# 5 ms of CPU in total on both sides (`docs/log.md`). The wait is short compared to a sample, which takes seconds. Once
-# all calls of a caller are answered, the answers are sent without waiting
+# Seconds that an answer or a call waits for others, so that all of them are sent in one message. A message costs 3 to 5
+# ms of CPU in total on both sides (`docs/log.md`). The wait is short compared to a sample, which takes seconds. If no
+# call of the caller is open any more, answers are sent without waiting
 ANSWER_DELAY_S = 0.1
 CALL_DELAY_S = 0.02
 # Seconds after which an actor that has no answers sends an empty reply, to show that it is alive
 POLL_S = 10.0
-GRACE_S = 30.0  # additional seconds of silence allowed for an actor that loads weights or is short of CPU
+GRACE_S = 30.0  # seconds of silence allowed in addition, for an actor that loads weights or is short of CPU
 FORGET_S = 120.0  # seconds of silence after which a caller is forgotten
 # Kinds of answers
 ITEM = 0  # one value of a stream
 ANSWER = 1  # the only value of a call
-END = 2  # the end of a stream
+END = 2  # the end of a stream of values
 ERROR = 3  # an exception
 
-Call = tuple[int, str | None, tuple[Any, ...]]  # id, handler (None cancels the call of this id), arguments
-Answer = tuple[int, int, Any]  # id, kind, value
+# (id, handler, arguments); handler None cancels the call of this id
+Call = tuple[int, str | None, tuple[Any, ...]]
+Answer = tuple[int, int, Any]  # (id, kind of answer, value)
 
 
 class ChannelServer:
@@ -58,8 +59,9 @@ class ChannelServer:
             handlers: Functions, coroutine functions, and async generator functions (for `Channel.stream`), by name.
         """
         self._handlers = handlers
-        self._callers: dict[str, _Caller | None] = {}  # by id; None for a caller that is forgotten
-        # Exclude the objects of torch and vLLM from garbage collection, so that collections are short
+        # Callers by id; None marks a caller that was silent and is forgotten
+        self._callers: dict[str, _Caller | None] = {}
+        # Exclude the objects of torch and vLLM from garbage collection, so that each collection is short
         gc.freeze()
 
     async def exchange(self, caller_id: str, calls: list[Call], waits: bool) -> list[Answer]:
@@ -81,7 +83,8 @@ class ChannelServer:
             self._callers[caller_id] = _Caller(now)
         caller = self._callers[caller_id]
         if caller is None:
-            # The calls of a forgotten caller were cancelled. Without this error, the caller would wait for them forever
+            # All calls of a forgotten caller were cancelled. Without this error, the caller would wait for their
+            # answers forever
             raise WorkerLost(f"a caller that was silent for {self.forget_s:g} s is forgotten with its calls")
         self._begin_calls(caller, calls)
         if not waits:
@@ -148,7 +151,7 @@ class ChannelServer:
         except AsyncGrpoError as error:
             caller.answer(call_id, ERROR, error)
         except Exception as error:
-            # Exceptions that are defined elsewhere may not be picklable, so only their text is sent
+            # Send only the text of the error: other classes of exceptions may not be picklable
             caller.answer(call_id, ERROR, RunFailed(f"{type(error).__name__}: {error}"))
         finally:
             caller.tasks.pop(call_id, None)
@@ -197,7 +200,7 @@ class Channel:
         # answers of each unfinished call, by id
         self._pending: dict[int, asyncio.Queue[tuple[int, Any]]] = {}
         self._outbox: list[Call] = []  # calls that are not sent yet
-        self._is_waiting = False  # whether the actor holds the poller's message until it has answers
+        self._is_waiting = False  # whether the actor keeps the poller's message open until it has answers
         self.lost: WorkerLost | None = None
         self._poller = asyncio.create_task(self._poll())
 
@@ -211,7 +214,10 @@ class Channel:
             return await anext(answers)
 
     async def stream(self, method: str, *args: Any) -> AsyncGenerator[Any]:
-        """Yield the items of a handler that is an async generator. Closing this generator closes the handler, too."""
+        """Yield the items of a handler that is an async generator.
+
+        Closing this generator also closes the one in the actor.
+        """
         if self.lost:
             raise self.lost
         call_id = next(self._call_ids)
@@ -245,7 +251,10 @@ class Channel:
             asyncio.get_running_loop().call_soon(self._flush)
 
     def _flush(self) -> None:
-        """Send the outbox now if the actor holds the poller's message. Otherwise, the poller sends the outbox next."""
+        """Send the outbox now if the actor keeps the poller's message open.
+
+        Otherwise, the poller sends it with its next message.
+        """
         if self._is_waiting and self._outbox and not self.lost:
             self._exchange(waits=False)
 
@@ -255,21 +264,22 @@ class Channel:
         try:
             return self._actor.exchange.remote(self._caller_id, calls, waits)
         except Exception as error:
-            # An argument cannot be pickled. Ray does not tell which call it belongs to, so all calls of the message
-            # fail
+            # An argument cannot be pickled. Ray does not tell which call it belongs to, so report the error to all
+            # calls
             self._receive([(call_id, ERROR, error) for call_id, _, _ in calls])
             return self._actor.exchange.remote(self._caller_id, [], waits)
 
     def _receive(self, answers: list[Answer]) -> None:
         for call_id, kind, value in answers:
-            # A call that was cancelled in the meantime is no longer pending
+            # A call that was cancelled in the meantime is no longer pending. Drop its answer
             pending = self._pending.get(call_id)
             if pending is not None:
                 pending.put_nowait((kind, value))
                 if kind != ITEM:
                     del self._pending[call_id]
             elif kind == ITEM:
-                # Ray may reorder messages: the cancellation may have arrived before the call, so it is sent again
+                # An item arrived for a cancelled call. Ray may reorder messages, so the cancellation may have arrived
+                # before the call itself. Send it again
                 self._send((call_id, None, ()))
 
     async def _poll(self) -> None:

@@ -25,10 +25,10 @@ TEXT_TOKENS = 64  # length of the text whose log-probs show whether an adapter c
 
 
 class AdapterSender:
-    """Sends adapters to engines that keep their base, and proves that they are in use.
+    """Sends adapters to engines, and proves that the engines use them. The weights of the base model are not sent.
 
-    The engines read back each matrix from the layers that compute with it. There is no trainer whose log-probs could be
-    compared with theirs, so this and the digests are the proof.
+    Each engine reads back the adapter's matrices from the layers that compute with them. This and the digests are the
+    proof, because without a trainer there are no other log-probs to compare the engine's with.
 
     Args:
         engines: The connection to the engines.
@@ -44,11 +44,11 @@ class AdapterSender:
         self._text = Canary.text(settings.vocab_size, length, settings.seed)
         self._version = 0
         self._name = BASE
-        # Worker id -> the worker's log-probs of the text with the base alone
+        # For each worker id, the log-probs of the text that the worker computes without an adapter
         self._base_logprobs: dict[str, np.ndarray] = {}
 
     def send(self, version: int, name: str) -> None:
-        """Let all engines compute with an adapter.
+        """Make all engines compute with an adapter.
 
         Args:
             version: Number of the adapter. It must grow from call to call.
@@ -59,13 +59,16 @@ class AdapterSender:
         """
         self._version = version
         self._name = name
-        # Engines that joined since the last call wait for weights of their own
+        # Engines that joined since the last call must get the adapter in their own sync first
         landed = [*self.serve_late(), *self._deliver(for_late=False)]
         if not landed:
             raise WeightsDidNotLand(f"no engine computes with the adapter {name}: see the log")
 
     def serve_late(self) -> list[str]:
-        """Send the current adapter to the engines that joined late, and return those that have proven it."""
+        """Send the current adapter to engines that joined after the first sync.
+
+        Return the ids of those that have proven it.
+        """
         return self._deliver(for_late=True)
 
     def _deliver(self, *, for_late: bool) -> list[str]:
@@ -76,7 +79,7 @@ class AdapterSender:
             chunks=[self._engines.put(image)],
             canary_texts=[self._text],
             canary_logprobs=np.zeros(len(self._text), np.float32),
-            tolerance=math.inf,  # the log-probs are compared below, with those of the base
+            tolerance=math.inf,  # accept any log-probs here: `_compare_with_base` checks them
             for_late=for_late,
         )
         landed = []
@@ -92,7 +95,7 @@ class AdapterSender:
         return landed
 
     def _compare_with_base(self, worker_id: str, logprobs: np.ndarray) -> None:
-        """Warn about an adapter with which an engine computes exactly the same as without."""
+        """Warn if an engine computes exactly the same log-probs with an adapter as without it."""
         if self._name == BASE:
             self._base_logprobs[worker_id] = logprobs
         elif np.array_equal(logprobs, self._base_logprobs.get(worker_id, np.zeros(0))):
@@ -110,7 +113,7 @@ class AdapterEvaluation:
     Args:
         controller: The run's controller, whose batcher is started.
         config: The options of the evaluation.
-        settings: The settings with which the run was opened. Their `lora` is that of the adapters.
+        settings: The settings with which the run was opened. Their `lora` describes the adapters.
         adapters: The adapters.
     """
 
@@ -121,14 +124,14 @@ class AdapterEvaluation:
         self._sender = AdapterSender(engines, adapters, settings)
         self._controller = controller
         self._config = config
-        self._message: Any = None  # reference to the next message, which says that workers have joined
+        self._message: Any = None  # Ray reference to the next message of the controller
 
     def evaluate(
         self, version: int, name: str, questions: Mapping[str, Sequence[Question]]
     ) -> dict[str, dict[str, Any]]:
-        """Send an adapter, evaluate it on all files, and return the results by file name.
+        """Send an adapter to the engines, evaluate it on all files, and return the results by file name.
 
-        An engine that is lost during the evaluation is replaced: a new one gets the adapter when it has joined.
+        If an engine is lost during the evaluation, a new engine gets the adapter when it joins.
         """
         self._sender.send(version, name)
         evaluation = self._controller.evaluate.remote(questions, self._config)
@@ -144,7 +147,8 @@ class AdapterEvaluation:
             if evaluation in ready:
                 results: dict[str, dict[str, Any]] = answer(evaluation)
                 return results
-            # Without a training, the only messages are those of workers that joined
+            # Raise the error of the message, if any. Without training, every other message says that workers have
+            # joined
             answer(self._message)
             self._message = None
             self._sender.serve_late()

@@ -43,7 +43,7 @@ from async_grpo.weights.package import SELF_TEST
 
 @dataclass(frozen=True)
 class MissingParts:
-    """The workers that a run still waits for before it can start, and the rewards that its generation workers name."""
+    """The kinds of workers that a run still waits for before it can start, and the rewards that its workers name."""
 
     description: str  # missing workers and the commands that start them; "" if none is missing
     # `--reward-fns` of the generation workers, which the run uses if the trainer names none; "" if they name none
@@ -82,7 +82,8 @@ class RunController:
         self._resources = AsyncExitStack()  # verifiers, environment and batcher, which `stop` closes
         self._is_over = asyncio.Event()
         self._end_reason = ""
-        # Whether an extra sync for workers that joined during the run ("late" workers) is requested and has not begun
+        # Whether an extra sync for late workers was requested and has not begun. Workers are late if they join during
+        # the run
         self._is_late_sync_requested = False
 
     async def settings(self) -> SharedRunSettings:
@@ -131,12 +132,13 @@ class RunController:
     async def begin_sync(
         self, for_late: bool = False, of_reference: bool = False
     ) -> list[tuple[WorkerInfo, Any]]:
-        """Begin a weight sync, during which no worker of its kinds joins.
+        """Begin a weight sync. Until it ends, no worker joins.
 
         Args:
-            for_late: Whether the sync is only for workers that joined during the run and wait for their first weights.
-            of_reference: Whether the reference workers get the weights of a moving reference; else all other workers get
-                those of the policy.
+            for_late: Whether the sync is only for late workers: those that joined during the run and wait for their
+                first weights.
+            of_reference: True sends the weights of a moving reference to the reference workers. False sends the
+                policy's weights to the workers that compute with the policy.
 
         Returns:
             The workers that get the weights, with their handles.
@@ -149,7 +151,7 @@ class RunController:
         return members
 
     def _receivers(self, of_reference: bool) -> list[RegisteredWorkers]:
-        """Return the kinds of workers that get the weights of the reference, or those of the policy."""
+        """Return the registries of the workers that get the reference's weights (True) or the policy's weights (False)."""
         receivers: list[RegisteredWorkers] = []
         for kind, workers in self._workers_by_kind.items():
             if (kind == REFERENCE) == of_reference:
@@ -187,7 +189,7 @@ class RunController:
         """Return the kinds of workers that the run still needs, and the rewards that its generation workers name.
 
         Raises:
-            ConfigurationError: A worker cannot work for the run, or generation workers name different rewards.
+            ConfigurationError: A worker refused the run, or two generation workers name different rewards.
         """
         if self._refusals:
             raise ConfigurationError("; ".join(self._refusals))
@@ -268,8 +270,9 @@ class RunController:
         return teachers
 
     async def start(self) -> None:
-        """Start generating. The engines must hold the policy of the next training step."""
-        # Exclude the objects of torch and transformers from garbage collection: a full collection takes 0.4 s less
+        """Start generating completions. The engines must already have the weights of the policy that is trained next."""
+        # Exclude the objects of torch and transformers from garbage collection, which makes a full collection 0.4 s
+        # shorter
         gc.freeze()
         self._loop_watch.start()
         self._resources.callback(self._loop_watch.stop)
@@ -297,14 +300,14 @@ class RunController:
 
     async def save_experience(self, folder: Path, step: int) -> None:
         """Write the state from which a run resumes at `step`."""
-        # There is no `await` before this line, so this is the state at the time of the call
+        # Take the state before the first `await`, so that it is the state at the time of the call
         state = self.batcher.state(step)
         await asyncio.to_thread(state.save, folder)
 
     async def stop(self) -> None:
         """Cancel all rollouts, and close the environment and the rewards.
 
-        No call of a judge is under way afterwards, so the record of the judges' costs is complete.
+        Wait until no call of a judge runs any more, so that the record of the judges' costs is complete.
         """
         await self._resources.aclose()
 

@@ -3,7 +3,8 @@
     the samples of a step are complete  ->  engines sleep  ->  the ranks get the step's micro-batches, and update
     ->  the weight sync wakes the engines: weights first, then the KV cache  ->  proof  ->  the next step is generated
 
-No request is lost: those that come while an engine sleeps, such as requests of an evaluation, wait until it is awake.
+No request is lost. A request that arrives while an engine sleeps, for example from an evaluation, waits until the
+engine is awake.
 """
 
 import asyncio
@@ -28,11 +29,12 @@ class EngineSleep:
         self._workers = workers
         self._is_trainer_computing = False
         self._asleep: set[str] = set()  # ids of the workers that sleep
-        # A second call of `sleep` would wait in an engine that is about to sleep, and take effect after it has woken
+        # Lets one call of `sleep` run at a time. A second call would wait in an engine that is about to sleep, and send
+        # it to sleep again after it has woken
         self._calls_lock = asyncio.Lock()
 
     async def begin(self) -> None:
-        """Let all engines sleep. Requests that are under way end first.
+        """Send all engines to sleep. Each engine first finishes the requests that it has.
 
         Raises:
             RunFailed: An engine cannot sleep.
@@ -41,9 +43,12 @@ class EngineSleep:
         await self._let_sleep()
 
     async def after_sync(self, package: WeightPackage) -> None:
-        """Note that a sync has woken its engines. Engines that joined while the trainer computes sleep after their sync."""
+        """Record that a sync has woken its engines.
+
+        If engines joined while the trainer was computing, send them back to sleep after their sync.
+        """
         if package.version == SELF_TEST:
-            return  # the weights of the policy follow
+            return  # the sync of the policy's weights follows, and wakes the engines
         if not package.for_late:
             self._is_trainer_computing = False
             self._asleep.clear()
@@ -51,7 +56,7 @@ class EngineSleep:
             await self._let_sleep()
 
     async def _let_sleep(self) -> None:
-        """Let all engines that are awake sleep, except those that wait for their first weights."""
+        """Send all engines to sleep that are awake, except those that wait for their first weights."""
         async with self._calls_lock:
             calls = {}
             for worker_id, worker in self._workers.by_id.items():
@@ -61,7 +66,7 @@ class EngineSleep:
                 outcomes = await asyncio.gather(*calls.values(), return_exceptions=True)
             for worker_id, outcome in zip(calls, outcomes, strict=True):
                 if isinstance(outcome, WorkerLost):
-                    continue  # its loss is noticed, and reported, as at any other time
+                    continue  # the registry notices and reports the loss of this worker
                 if isinstance(outcome, BaseException):
                     raise outcome
                 self._asleep.add(worker_id)

@@ -1,4 +1,4 @@
-"""Make the critic of one rank, if it is a model of its own, and the exporter of its weights."""
+"""Make the critic of one rank if it is a separate model, and the exporter of its weights."""
 
 from functools import partial
 
@@ -18,9 +18,11 @@ from async_grpo.training.sharding import empty_model, load_shards, release_gathe
 
 
 def load_critic(config: RunConfig, settings: SharedRunSettings, ranks: Ranks) -> Critic | None:
-    """Load the critic of `--critic-model`, shard it over the ranks, and make its optimizer; None without that option.
+    """Load the critic of `--critic-model`, shard it over the ranks, and make its optimizer.
 
-    The value head is that of the folder, if it has one. Otherwise it starts at zero.
+    Return None without that option.
+
+    If the folder contains a value head, the critic uses it. Otherwise the value head starts at zero.
     """
     folder = critic_folder(config)
     if folder is None:

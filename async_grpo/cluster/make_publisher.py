@@ -1,4 +1,4 @@
-"""Make the publisher that sends the weights of a policy, or of a moving reference, to their workers."""
+"""Make the publisher that sends weights: those of the policy to engines, or those of a moving reference to its workers."""
 
 from typing import Any
 

@@ -98,7 +98,7 @@ def make_trainer(
     if publisher is None:
         canary = kind.make_canary(settings, ranks)
         publisher = make_publisher(config, settings, ranks.rank, engines, canary)
-        publisher.prepare(policy)  # while the workers load
+        publisher.prepare(policy)  # runs while the workers load their models
         reference.publisher = make_reference_publisher(config, settings, ranks.rank, engines, canary)
     return Trainer(
         policy=policy,
@@ -121,7 +121,10 @@ def make_trainer(
 
 
 def _release_memory(config: RunConfig, device: torch.device) -> None:
-    """Return unused memory to the GPU if an engine on it is about to wake: torch would keep it for later tensors."""
+    """Give unused GPU memory back if an engine on this GPU is about to wake.
+
+    By default, torch keeps the memory of freed tensors for later ones.
+    """
     if config.sleep_level and device.type == "cuda":
         torch.cuda.empty_cache()
 
@@ -156,18 +159,19 @@ def _load(config: RunConfig, settings: SharedRunSettings, ranks: Ranks) -> Gradi
 def is_trial_cheap(config: RunConfig, device: torch.device) -> bool:
     """Return whether to try the largest possible micro-batch before the first step.
 
-    On a GPU this takes seconds, in which the engines are still loading. On the CPU it may take minutes, and a machine that
-    begins to swap slows down everything on it. With `--engine-sleep`, a micro-batch may need the memory of an engine that
-    does not sleep yet.
+    On a GPU the trial takes seconds, in which the engines are still loading. On the CPU it may take minutes, and if the
+    memory does not suffice, the machine swaps, which slows down all its processes. With `--engine-sleep`, the engine is
+    still awake at this time, and the micro-batch may need its memory.
     """
-    is_trial_possible = not config.draws  # the trial is a text
+    is_trial_possible = not config.draws  # the trial's micro-batch is made of text
     return is_trial_possible and config.longest_first and device.type == "cuda" and not config.sleep_level
 
 
 def _planned_bytes(config: RunConfig, settings: SharedRunSettings, policy: PolicyModel, ranks: Ranks) -> int:
     """Return the estimated memory of this rank in bytes, by the formulas of `--dry-run`.
 
-    On the CPU, where a rank has a single kind of memory, it includes the copies for checkpoints and for the engines.
+    On the CPU the estimate includes the copies for checkpoints and for the engines, because they are in the same memory
+    as the weights.
     """
     num_parameters = 0
     num_trained = 0
@@ -273,7 +277,7 @@ def _policy(config: RunConfig, settings: SharedRunSettings, ranks: Ranks) -> Pol
     path = config.model_name_or_path
     model = empty_model(path)
     is_empty = model is not None
-    # Trained weights are float32. Weights that LoRA freezes are only read, so they have the dtype of the computation
+    # Weights that are trained must be float32. With LoRA they are frozen, so they can have the dtype of the computation
     dtype = torch_dtype(settings.dtype) if settings.lora else torch.float32
     if model is None:
         model = load_causal_lm(path, dtype).to(ranks.device)
@@ -286,8 +290,8 @@ def _policy(config: RunConfig, settings: SharedRunSettings, ranks: Ranks) -> Pol
         value_head=config.estimator.needs_critic and config.critic_model is None,
         value_trunk_gradient=config.critic_trunk_gradient,
     )
-    # The folder may have a value head from an earlier run. If not, the new value head starts at zero. Value heads that
-    # were trained with an adapter are in the adapter's folder
+    # Load the value head from the folder, if an earlier run has written one there; otherwise it starts at zero. A value
+    # head that was trained together with an adapter is in the adapter's folder
     initial_folder = settings.lora.initial_folder if settings.lora else ""
     if not (initial_folder and load_value_head(policy, initial_folder)):
         load_value_head(policy, path)
@@ -359,10 +363,10 @@ def _planned_flow_bytes(config: RunConfig, settings: SharedRunSettings, policy: 
 
 @dataclass(frozen=True)
 class PolicyKind:
-    """The parts of a trainer that differ between kinds of policy.
+    """The parts of a trainer that differ between kinds of policy: language models, and models that draw.
 
-    A policy of any kind is a module with the attributes `model`, whose weights are trained and sent to the engines,
-    `device` and `value_head`.
+    The policy of each kind is a torch module with the attributes `model` (its weights are trained and sent to the
+    engines), `device` and `value_head`.
     """
 
     load: Callable[[RunConfig, SharedRunSettings, Ranks], Any]  # returns the policy, sharded over the ranks

@@ -1,9 +1,9 @@
 """`RemoteRateLimiter`: rate limits that apply to all processes of a cluster together, enforced by one `RateLimitActor`.
 
 The actor belongs to the cluster and not to a run, because a judge's limits apply to all runs together. It ends with the
-process that created it, and the next call creates a new one. The new actor starts without a burst, so that a
-replacement never lets more calls through than the rates allow. It does not know the permits that its predecessor gave.
-Until those are released, more than `concurrency` calls may run.
+process that created it. Then the next call creates a new actor. The new actor starts without a burst, so that the rates
+are kept. It does not know which permits the old actor has given. So until these permits are released, more than
+`concurrency` calls may run.
 """
 
 import asyncio
@@ -22,7 +22,7 @@ from async_grpo.rewards.http.rate_limiter import Limiter
 
 NAMESPACE = "async-grpo-traffic"
 NAME = "traffic"
-SILENCE_S = 30.0  # seconds of silence after which a caller's permits are released
+SILENCE_S = 30.0  # seconds without a message of a caller after which its permits are released
 POLLS_PER_SILENCE = 6  # a healthy caller polls at least this many times in `SILENCE_S`
 PAUSE_S = 0.5  # pause in seconds before a lost actor is replaced
 
@@ -47,7 +47,7 @@ class RateLimitActor(ChannelServer):
         self.serve({"hold": self._hold, "release": self._release, "stats": self._limiter.stats})
 
     async def _hold(self, key: str, limits: Limits, tokens: float, phase: str) -> AsyncGenerator[int]:
-        """Yield a permit and hold it until this call is cancelled: by the caller, or because the caller was silent."""
+        """Yield a permit, and keep it until the caller cancels this call, or was silent for too long."""
         permit = await self._limiter.acquire(key, limits, tokens=tokens, phase=phase)
         try:
             yield permit
@@ -56,7 +56,8 @@ class RateLimitActor(ChannelServer):
             await self._release(key, permit, None)
 
     async def _release(self, key: str, permit: int, used_tokens: float | None) -> None:
-        # Releasing a permit twice raises ValueError, and the caller may already have released this one
+        # Releasing a permit twice raises ValueError. If the caller has already released this permit, that is no error
+        # here
         with contextlib.suppress(ValueError):
             await self._limiter.release(key, permit, used_tokens=used_tokens)
 
@@ -72,7 +73,7 @@ class _HeldPermit:
 
     async def give_back(self, used_tokens: float | None) -> None:
         """Release the permit and end the call that holds it in the actor."""
-        # If the actor is lost, so is the permit
+        # If the actor is lost, its permits no longer exist
         with contextlib.suppress(WorkerLost):
             async with contextlib.aclosing(self.hold):
                 await self.channel.call("release", self.key, self.permit, used_tokens)

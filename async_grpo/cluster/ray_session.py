@@ -31,10 +31,11 @@ FORWARDED = """
 CONTROLLER = "controller"  # name of the run's `RunController`
 CONTROL_TIMEOUT_S = 60.0  # timeout of calls that transfer only a few numbers
 CONNECT_TIMEOUT_S = 5.0
-# Environment variable that holds the path of a file. The file appears once the Ray cluster of `async-grpo run` is up
+# Environment variable with the path of a file that is created when the Ray cluster of `async-grpo run` is up
 RAY_IS_UP = "ASYNC_GRPO_RAY_IS_UP"
 RAY_START_S = 90.0
-# Longest message of an error in a line about an actor, by who wrote the message: this library, or another package
+# Maximum number of characters of an error message in a log line about an actor, for messages of this library and of
+# other packages
 MAX_OWN_CHARACTERS = 1500
 MAX_FOREIGN_CHARACTERS = 300
 HOW_TO_JOIN = (
@@ -62,7 +63,7 @@ def connect(run_name: str, logging_level: str = "INFO") -> None:
     Raises:
         ConfigurationError: There is no cluster, or it refuses this process. The message says how to start one.
     """
-    # If Ray is not up by this time, `ray.init` finds no cluster and raises an error
+    # Wait for Ray until this time. If it is not up by then, `ray.init` finds no cluster and raises an error
     deadline = time.monotonic() + RAY_START_S
     while not os.path.exists(os.environ.get(RAY_IS_UP, "/")) and time.monotonic() < deadline:
         time.sleep(0.05)
@@ -70,7 +71,8 @@ def connect(run_name: str, logging_level: str = "INFO") -> None:
     host, _, port = address.rpartition(":")
     try:
         if port.isdigit():
-            # If nothing listens at the address, this fails within seconds; `ray.init` would try for minutes
+            # Test the address first: this fails within seconds if nothing listens there, while `ray.init` would try for
+            # minutes
             socket.create_connection((host.strip("[]"), int(port)), timeout=CONNECT_TIMEOUT_S).close()
         ray.init(
             address=address,
@@ -122,11 +124,12 @@ def cause_of(error: Exception) -> str:
     """Return an actor's error or cause of death as one line, without Ray's wrapping and colors."""
     cause = getattr(error, "cause", None) or error
     if isinstance(cause, UnserializableException):
-        # The error's class is in a package that only the actor's environment has. Its traceback ends with the message
+        # The class of the error is in a package that only the actor has, so use the last line of its traceback, which
+        # contains the message
         *_, last_line = str(cause).strip().splitlines()
         return last_line[:MAX_FOREIGN_CHARACTERS]
     text = re.sub(r"\x1b\[[0-9;]*m", "", " ".join(str(cause).split()))
-    # The library's own messages are complete sentences, whose ends say what to do
+    # Messages of this library may be longer, because they are complete sentences whose ends say what to do
     limit = MAX_OWN_CHARACTERS if isinstance(cause, AsyncGrpoError) else MAX_FOREIGN_CHARACTERS
     return f"{type(cause).__name__}: {text[:limit]}"
 
@@ -141,9 +144,9 @@ def on_this_node() -> dict[str, Any]:
 
 
 def warm_python(library: str) -> dict[str, str]:
-    """Return the runtime_env entry that starts an actor on this node with a library already imported, or {}.
+    """Return the runtime_env entry for an actor on this node in whose process a library is already imported.
 
-    The entry is a Python executable that `async-grpo run` provides in an environment variable.
+    `async-grpo run` provides a Python executable for this purpose in an environment variable. Without it, return {}.
 
     Args:
         library: "torch", or "vllm", which includes torch.

@@ -1,4 +1,4 @@
-"""Add what the options ask for to the source of experience: a record, and further passes over each batch."""
+"""Extend the source of experience as the options ask: record all messages, and repeat each batch in further passes."""
 
 from async_grpo.config.resume import as_options
 from async_grpo.config.run import RunConfig
@@ -12,13 +12,13 @@ from async_grpo.training.record import Recorder
 def with_record_and_passes(
     config: RunConfig, ranks: Ranks, source: ExperienceSource, accumulator: GradientAccumulator
 ) -> ExperienceSource:
-    """Return a source that records the messages of another one and repeats them, as far as the options ask for it.
+    """Return the source, extended by recording (`--record`) and by further passes (`--passes-per-batch`) if these are set.
 
     Args:
         config: The run's options.
         ranks: The ranks of the training.
         source: The source of the first pass.
-        accumulator: Trains the messages; the parts of the source that are added observe it.
+        accumulator: Trains on the messages. It is connected to the extensions, which need its results.
     """
     if config.record:
         recorder = Recorder(source, config.output_path, ranks.world_size, as_options(config))

@@ -26,12 +26,13 @@ from async_grpo.protocols import Connect, WeightPackage, WorkerLink
 from async_grpo.types import GENERATION, Completion, ImageReference, Prompt, Sampling, Session
 from async_grpo.weights.package import SELF_TEST
 
-# Time limit for statistics at the end of a step. It is short because all ranks wait for the statistics
+# Seconds to wait for the workers' statistics at the end of a step. It is short because all ranks wait meanwhile
 PROGRESS_TIMEOUT_S = 1.0
-# Number of worker losses in a row without progress after which the group itself is probably the cause. Losses with
-# progress do not count, because long groups have many of them and would be set aside too often
+# Number of worker losses in a row, without any new token in between, after which the prompt itself is probably the
+# cause. Losses after new tokens do not count: long completions have many of these, and their prompts would be set aside
+# too often
 ATTEMPTS_WITHOUT_PROGRESS = 4
-MAX_ATTEMPTS = 16  # maximum number of attempts to generate one group, with or without progress
+MAX_ATTEMPTS = 16  # maximum number of attempts to generate one group, with or without new tokens
 INITIAL_MEAN_LENGTH_TOKENS = 64.0
 MEAN_LENGTH_UPDATE = 0.01  # weight of a new completion in the moving average
 
@@ -43,8 +44,8 @@ class _Worker:
     info: WorkerInfo
     handle: Any
     link: WorkerLink
-    # Whether the worker joined during the run and has not proven yet that it uses the current weights. Such a worker
-    # gets them in an extra sync
+    # Whether the worker joined during the run and has not yet proven that it uses the current weights. Such a worker
+    # gets the weights in an extra sync
     is_late: bool
     gone: asyncio.Future[str]  # resolves to the reason when the worker is removed
     # The worker's last reply to `progress`, until `take_stats` has counted it
@@ -64,30 +65,32 @@ class RegisteredWorkers:
     def __init__(self, kind: str, grace_s: float, connect: Connect, policy: SchedulingPolicy) -> None:
         self.kind = kind
         self._connect = connect
-        # Whether workers of this kind keep the weights that they start with. A moving reference changes this
+        # Whether workers of this kind keep the weights with which they start. A moving reference sets this to False
         self.is_frozen = kind.partition(":")[0] in FROZEN_ROLES
         self.registry = WorkerRegistry(kind, grace_s, policy)
         self.by_id: dict[str, _Worker] = {}
-        # Whether a sync has succeeded. A worker that joins later is "late": it gets the weights in an extra sync
+        # Whether a first sync has succeeded. A worker that joins later is "late": it gets the weights in an extra sync
         self._has_weights = False
         self._sync_began_at = 0.0  # Unix time at which the current sync began; 0 if there is none
         self._syncs: deque[Span] = deque(maxlen=MOST)
         self._last_lost: WorkerLost | None = None
-        self._loss_messages: list[str] = []  # losses since the last `take_lost`
+        # Messages about workers that were lost since the last `take_lost`
+        self._loss_messages: list[str] = []
         self._no_sync = asyncio.Event()  # cleared during a weight sync
         self._no_sync.set()
 
     async def register(self, info: WorkerInfo, handle: Any) -> bool:
-        """Register a worker, after waiting for the end of a current sync.
+        """Register a worker. If a sync is running, wait for its end first.
 
         Returns:
-            Whether the worker is late, so that it needs an extra sync before it gets work. Any other worker takes part
-            in the next regular sync.
+            Whether the worker is late, so that it needs an extra sync before it gets work. If False, the worker gets
+            its weights in the next regular sync.
         """
         await self._no_sync.wait()
         worker_id = info.worker_id
         is_late = self._has_weights
-        # Remove an earlier registration of this id first. Otherwise, the loss of its link would remove the new worker
+        # First remove the registration of the same id, if there is one. Otherwise, the loss of the old link would later
+        # remove the new worker
         self.deregister(worker_id, "it registered again")
         self.registry.register(info)
         self.by_id[worker_id] = _Worker(
@@ -149,14 +152,15 @@ class RegisteredWorkers:
         if self.is_frozen:
             return []
         self._no_sync.clear()
-        # If a self-test came before, keep the time at which it began, because it is the first part of this sync
+        # If a self-test came before, it was the first part of this sync, so keep the time at which it began
         self._sync_began_at = self._sync_began_at or time.time()
         return [(worker.info, worker.handle) for worker in self.by_id.values() if worker.is_late == for_late]
 
     def end_sync(self, package: WeightPackage, landed: Sequence[str]) -> None:
         """End a weight sync, and give work to the workers whose weights are proven.
 
-        The end of a self-test does not end the sync, because a self-test is only the first part of a sync.
+        After a self-test (a package of a negative version) the sync continues, because the self-test is only its first
+        part.
 
         Args:
             package: The weights that were sent.
@@ -194,7 +198,7 @@ class RegisteredWorkers:
                 yield worker.link, lease
         except WorkerLost as error:
             self._last_lost = error
-            # The worker may have registered again in the meantime. The new registration stays
+            # Remove the worker that failed, but not a new worker that has registered under the same id in the meantime
             if self.by_id.get(lease.worker_id) is worker:
                 self.deregister(lease.worker_id, str(error))
         finally:
@@ -202,7 +206,7 @@ class RegisteredWorkers:
 
 
 def _ignore_error(task: asyncio.Future[Any]) -> None:
-    """Retrieve the error of a task that is no longer awaited, so that asyncio does not log it."""
+    """Read the error of a task for which nothing waits any more, so that asyncio does not log it."""
     if not task.cancelled():
         task.exception()
 
@@ -218,7 +222,8 @@ class GenerationWorkers(RegisteredWorkers):
     def __init__(self, seed: int, *common: Any) -> None:
         super().__init__(GENERATION, *common)
         self._seed = seed
-        # Moving average of the completion length, to estimate the tokens of new requests when balancing the workers
+        # Moving average of the completion length in tokens. It estimates the work of a new request, to balance the
+        # workers
         self._mean_length = INITIAL_MEAN_LENGTH_TOKENS
 
     async def generate(
@@ -238,7 +243,7 @@ class GenerationWorkers(RegisteredWorkers):
         members = [session.member] if session else list(range(count))
         session = session or Session(0)
         # If a worker is lost, another worker continues with the same seeds. New seeds would favor short completions,
-        # because long ones are interrupted more often
+        # because long ones are lost more often
         seeds = {}
         for member in members:
             seeds[member] = request_seed(self._seed, prompt.ordinal, member, session.turn)
@@ -266,7 +271,7 @@ class GenerationWorkers(RegisteredWorkers):
                             unfinished.add_tokens(report)
                             continue
                         del unfinished.seeds[report.member]
-                        # Release the finished sequence, so that other work can use its capacity
+                        # Release the place of this sequence at once, so that the worker can get other work
                         self.registry.release(lease)
                         self._mean_length += MEAN_LENGTH_UPDATE * (len(report) - self._mean_length)
                         yield report
@@ -290,7 +295,7 @@ class GenerationWorkers(RegisteredWorkers):
         busy = []
         memory = {}
         for worker_id, progress in progress_by_worker.items():
-            # Engines that run in this process, as in tests, have no memory of their own
+            # An engine that runs in this process, as in tests, does not report its memory
             if "memory" in progress:
                 memory[worker_id] = progress["memory"]
             token_timeline += progress["token_timeline"]
@@ -321,7 +326,8 @@ class GenerationWorkers(RegisteredWorkers):
         progress_by_worker = {}
         for task in finished_tasks:
             worker = worker_by_task[task]
-            # A concurrent call, at the end of another step, may have counted this answer
+            # Reset `progress` only if it is still this answer. A concurrent call, at the end of another step, may have
+            # taken it
             if worker.progress is task:
                 worker.progress = None
                 if not isinstance(task.exception(), WorkerLost):

@@ -48,21 +48,22 @@ class RemoteExperience:
     controller: Any
     rank: int
     eval_questions: Mapping[str, Sequence[Question]]  # held-out questions, by name of their file
-    resumed_at: int = 0  # number of steps that were done when this process started
+    resumed_at: int = 0  # number of steps that were completed when this process started
 
     def __post_init__(self) -> None:
         self._questions = ray.put(dict(self.eval_questions)) if self.eval_questions else None
-        self._next: Any = None  # reference to the next message if it is being fetched
-        # step and reference to the results of the current evaluation
+        self._next: Any = None  # Ray reference to the next message while it is being fetched; else None
+        # Step and Ray reference to the results of the evaluation that is running; None if none is
         self._evaluation: tuple[int, Any] | None = None
-        self._eval_metrics: dict[str, Any] = {}  # results to add to the next step's metrics
-        # set when the run is asked to end; from then on, training waits for no evaluation
+        # Results of ended evaluations, which are added to the metrics of the next step
+        self._eval_metrics: dict[str, Any] = {}
+        # Set when the run is asked to end. From then on, training does not wait for evaluations
         self.told_to_end = threading.Event()
 
     def start(self) -> None:
         """Evaluate the initial policy if that is due, then start generating; see `ExperienceSource`.
 
-        Training waits for this evaluation, so that all of its answers come from the initial policy: its results are the
+        Training waits for this evaluation. So all its completions come from the initial policy, and its results are the
         baseline for later evaluations.
         """
         if self._is_start_evaluation_due():
@@ -72,9 +73,9 @@ class RemoteExperience:
             answer(self.controller.start.remote())
 
     def _is_start_evaluation_due(self) -> bool:
-        """Return whether the evaluation that was due last has no results in the output folder.
+        """Return whether the last evaluation that was due has no results in the output folder.
 
-        This is the case in a new run, and in a resumed run that had ended before that evaluation finished.
+        This is the case in a new run, and in a resumed run that had ended before the results were written.
         """
         eval_every = self.config.eval_every
         due_step = self.resumed_at - self.resumed_at % eval_every if eval_every else 0
@@ -85,11 +86,12 @@ class RemoteExperience:
         """Wait for the next message; see `ExperienceSource`. Errors of the batcher are raised here."""
         if self._next is None:
             self._next = self.controller.next_message.remote(rank)
-        # This timeout is longer than the batcher's own, because the batcher's error message is more helpful
+        # This timeout is longer than the batcher's, so that the batcher's error comes first: its message is more
+        # helpful
         message = answer(self._next, self.config.experience_timeout_s + CONTROL_TIMEOUT_S)
         self._next = None
-        # After the last message of a step, do not fetch ahead: the batcher's deadline would already run while the
-        # trainer updates the policy, sends weights and evaluates
+        # After the last message of a step, do not fetch the next one yet. The batcher's deadline would already run
+        # while the trainer updates the policy, sends weights and evaluates
         if isinstance(message, MicroBatch):
             self._next = self.controller.next_message.remote(rank)
         return message
@@ -121,7 +123,7 @@ class RemoteExperience:
         return time.monotonic() + self.config.experience_timeout_s
 
     def _begin_evaluation(self, step: int, is_training_waiting: bool) -> None:
-        """Begin an evaluation. It uses all engines if training waits for it, otherwise a share of them."""
+        """Begin an evaluation. If training waits for it, it uses all engines, otherwise only some."""
         if self._questions is None:
             return
         if self._evaluation is not None:
@@ -155,7 +157,7 @@ class RemoteExperience:
             log.error("the evaluation of step %d failed; the run goes on: %s", step, error)
             self._eval_metrics |= metrics
             return
-        # Another evaluation that ended after the same step may already have stored metrics
+        # Add to the metrics of another evaluation that ended after the same step, if there is one
         seconds += self._eval_metrics.get("eval_seconds", 0.0)
         self._eval_metrics |= {**metrics, "eval_step": step, "eval_seconds": seconds}
 
@@ -239,7 +241,7 @@ def start_batcher(controller: Any, prepared: Prepared, num_ranks: int = 1) -> An
     rewards = prepared.rewards
     assert rewards is not None
     if config.verdict_cache:
-        # The controller has another working directory, so the path must be absolute
+        # The controller has another working directory, so make the path absolute
         config = dataclasses.replace(config, verdict_cache=os.path.abspath(config.verdict_cache))
     checkpoint = Path(prepared.settings.checkpoint) if prepared.settings.checkpoint else None
     environment = config.reward_environment()
@@ -264,7 +266,7 @@ def start_batcher(controller: Any, prepared: Prepared, num_ranks: int = 1) -> An
 
 
 def _teacher_maker(config: RunConfig, settings: SharedRunSettings) -> Callable[[], TeacherServers] | None:
-    """Return a function that connects to the teachers on servers, or None if the run trains without any."""
+    """Return a function that connects to the teachers on servers, or None if no teacher of the run is on a server."""
     if not config.teacher_servers or not settings.trains:
         return None
     variable = config.teacher_api_key_env
@@ -308,7 +310,7 @@ def _environment_maker(
     """Return a function that connects the engines to the run's environment, or None if the run has no environment."""
     if config.environment is None:
         return None
-    # A longer sequence would not fit into a micro-batch of a rank
+    # A longer sequence would not fit into a micro-batch, so it could not be trained
     max_total_tokens = min(settings.max_total_tokens, config.max_tokens_per_gpu)
     return partial(
         make_played,

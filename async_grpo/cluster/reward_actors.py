@@ -32,11 +32,11 @@ from async_grpo.rewards.pool import EVALUATION, TRAINING, VerifierPool
 from async_grpo.rewards.verifier_worker import VerifierWorker
 
 log = logging.getLogger(__name__)
-# Maximum number of adapter processes of one verifier actor. The processes run on the actor's node, and the actor sends
-# their answers together in one message
+# Maximum number of adapter processes of one verifier actor. They run on the actor's node. The actor sends the answers
+# of all of them in shared messages
 SLOTS_PER_ACTOR = 8
-# Seconds that an answer waits for others, to be sent in the same message, if it is from a process that does not
-# prefetch work. This is short, because such a process gets new work only after its answer was sent
+# Seconds that an answer waits to be sent together with others, if its process does not prefetch work. It is short,
+# because such a process gets new work only after its answer was sent
 ANSWER_DELAY_WITHOUT_PREFETCH_S = 0.02
 
 
@@ -71,7 +71,7 @@ class RunVerification:
         config: The run's options for rewards.
         budget_path: File that records what the judges cost; None keeps no record.
         secrets: Environment variables with the judges' keys, which are set in this process.
-        environment: The environment variables of this process that the adapter processes get.
+        environment: The environment variables that the adapter processes get.
     """
 
     def __init__(
@@ -90,13 +90,13 @@ class RunVerification:
         rewards = resolve(source, config.all_names)
         self._adapters = {name: config.with_address(reward) for name, reward in rewards.items()}
         self._judges = {name: adapter for name, adapter in self._adapters.items() if is_judge(adapter)}
-        # Rewards that this process computes itself, because their time is bounded for any input
+        # Names of the rewards that this process computes itself, because their time is bounded for any input
         self._inline = set()
         for name, adapter in self._adapters.items():
             if adapter in BOUNDED and not config.has_verifiers(name):
                 self._inline.add(name)
         self._hosts: dict[str, list[_VerifierHost]] = {name: [] for name in self._adapters}
-        self._resources = contextlib.AsyncExitStack()  # what `close` closes
+        self._resources = contextlib.AsyncExitStack()  # everything that `close` closes
         self._rate_limiter = RemoteRateLimiter()
         self._idle_sleep: IdleSleep | None = None
         if config.model_urls and config.judge_idle_sleep_s is not None:
@@ -123,7 +123,10 @@ class RunVerification:
         self.close = self._resources.aclose
 
     async def take_stats(self) -> dict[str, Any]:
-        """Return the statistics since the last call: of the adapters (`verifiers`), the verdict cache and the budget."""
+        """Return the statistics since the last call.
+
+        The key `verifiers` has those of the adapters. The verdict cache and the budget add further keys.
+        """
         return {"verifiers": self._pool.take_stats(), **self._middleware.stats()}
 
     def _make_middleware(self, budget_path: str | None) -> CallMiddleware:
@@ -147,7 +150,7 @@ class RunVerification:
         )
 
     def _versions(self) -> dict[str, str]:
-        """Return a version of each cacheable reward, by name. Cached answers of other versions are not used."""
+        """Return the version of each cacheable reward, by name. The cache ignores answers of other versions."""
         versions = {}
         options = self._config.options_by_name
         for name, adapter in self._adapters.items():
@@ -178,7 +181,7 @@ class RunVerification:
         slot = await self._make_slot(adapter)
         if limits is None:
             return slot
-        # The limits of an adapter apply to this run only, unlike those of a judge, so the key names the run
+        # A judge's limits apply to all runs of the cluster, but an adapter's only to this run. So its key names the run
         key = f"{adapter} of {ray.get_runtime_context().namespace}"
         return LimitedWorker(slot, self._rate_limiter, key, limits, phase)
 
@@ -225,12 +228,13 @@ class _VerifierHost:
     async def close(self, slot: int) -> None:
         """End a process. If it was the actor's last one, end the actor, too."""
         try:
-            # Close the process even if its actor is killed next: the reward may have a `close` function, which must run
+            # Close the process even if its actor is killed next, because a reward may have a `close` function that must
+            # run
             if not self.channel.lost:
                 await self.channel.call(f"close {slot}")
         finally:
-            # Free the slot only when its process is closed. Otherwise, the actor could be killed while a process still
-            # closes
+            # Free the slot only now that the process is closed. If the slot were free before, the actor could be killed
+            # in between
             self.slots.discard(slot)
             if not self.slots or self.channel.lost:
                 self.channel.close()

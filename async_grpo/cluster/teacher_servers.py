@@ -1,4 +1,4 @@
-"""Connect the run's controller to the teachers on servers, within the rate limits of the whole cluster."""
+"""Connect the run's controller to the teachers on servers, within the rate limits that apply to the whole cluster."""
 
 import contextlib
 import os
@@ -13,18 +13,20 @@ from async_grpo.protocols import Logprobs
 from async_grpo.rewards.cache.verdicts import VerdictCache
 
 REPLACEMENT_CHARACTER = "\ufffd"
-NUM_COMPARED_TOKENS = 200  # number of tokens whose texts are compared with a server's
+# Number of tokens whose texts are compared between the policy's tokenizer and a server
+NUM_COMPARED_TOKENS = 200
 
 
 class TeacherServers:
-    """The teachers of a run that servers hold. Create it in the event loop that uses it.
+    """The teachers of a run that run on servers. Create it in the event loop that uses it.
 
     Args:
         config: The options of teachers.
         max_tokens: Maximum number of tokens of a sequence.
-        token_texts: Texts of some tokens of the policy's vocabulary, by id, which are compared with the servers'.
-        secrets: The environment variable with the servers' key, which is set in this process; {} without one.
-        cache_path: File of the verdict cache, in which log-probs are also kept; None without one.
+        token_texts: Texts of some tokens of the policy's vocabulary, by id, which are compared with the servers' texts.
+        secrets: The environment variable with the servers' key, which is set in this process; {} if there is no key.
+        cache_path: File of the verdict cache, in which the teachers' log-probs are also stored; None if there is no
+            cache.
     """
 
     def __init__(

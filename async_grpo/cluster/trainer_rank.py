@@ -78,7 +78,7 @@ def _train_as_follower(config: RunConfig, ranks: Ranks) -> None:
     experience = RemoteExperience(config, controller, ranks.rank, eval_questions={})
     trainer = make_trainer(config, settings, ranks, experience, after_step=experience.after_step)
     end_in_order(controller.request_save.remote, config.grace_s, is_failing=_has_lost_a_rank)
-    # If the run ends early, only rank 0 raises an error: if this rank failed, torchrun would end rank 0
+    # If the run ends early, only rank 0 may raise an error. If this rank failed, torchrun would kill rank 0
     trainer.run()
 
 
@@ -97,7 +97,7 @@ def _train_as_head(prepared: Prepared, ranks: Ranks) -> None:
     first_step = max(0, steps_done)
     experience = RemoteExperience(config, controller, ranks.rank, prepared.eval_questions, first_step)
     trainer = _make_head_trainer(prepared, ranks, controller, experience)
-    # Wait only now, so that engines and rewards load while this rank loads its model
+    # Do not wait earlier: engines and rewards load while this rank loads its model
     answer(batcher_start, config.start_timeout_s)
     await_workers(controller, config)
     watchdog = Watchdog(config.output_path, lambda: trainer.version, config.stall_s, experience.situation)
@@ -131,8 +131,8 @@ def _make_head_trainer(
     settings = prepared.settings
 
     def save_experience(partial_folder: Path, step: int) -> Callable[[], Any]:
-        # Ray delivers the calls of a process in order. So the controller saves the state as it is after this step,
-        # before this process sends newer weights to the engines
+        # Ray delivers the calls of a process in order. So the controller saves the state of this step before this
+        # process sends newer weights to the engines
         saving = controller.save_experience.remote(partial_folder.absolute(), step)
         return lambda: answer(saving, config.checkpoint_timeout_s)
 
@@ -166,7 +166,7 @@ def _make_trackers(config: RunConfig) -> Trackers:
 def _end_on_request(
     controller: Any, config: RunConfig, is_ending: threading.Event, look: Callable[[], None]
 ) -> None:
-    """Make every rank save a checkpoint and end after a signal or after `--max-hours`.
+    """On a signal or after `--max-hours`, make every rank save a checkpoint, and end the run.
 
     Args:
         controller: The run's controller.
@@ -187,7 +187,7 @@ def _end_on_request(
 
 
 def _has_lost_a_rank() -> bool:
-    """Return whether another rank on this node has ended, in which case torchrun also sends this rank a signal."""
+    """Return whether another rank on this node has ended. In this case torchrun sends this rank a signal, too."""
     if "RANK" not in os.environ:
         return False
     siblings = psutil.Process(pid_of_starter()).children()
@@ -216,10 +216,10 @@ def open_run(config: RunConfig, settings: SharedRunSettings) -> Any:
 
 
 def await_workers(controller: Any, config: RunConfig) -> str:
-    """Wait for a worker of each kind that the run needs, and return the rewards that the workers name, or "".
+    """Wait for a worker of each kind that the run needs, and return the rewards that the workers name ("" if none).
 
     Raises:
-        ConfigurationError: A worker cannot work for the run, or workers name different rewards.
+        ConfigurationError: A worker refused the run, or two workers name different rewards.
         DeadlineExceeded: A kind of worker is still missing after `start_timeout_s`.
     """
     begin = time.monotonic()
@@ -248,12 +248,12 @@ def await_workers(controller: Any, config: RunConfig) -> str:
 
 
 def close_run(controller: Any, reason: str) -> None:
-    """End rollouts and rewards, tell the workers that the run is over, and wait until they have left."""
+    """End rollouts and rewards, tell the workers that the run is over, and wait until they are deregistered."""
     for end in (controller.stop.remote, partial(controller.close.remote, reason)):
         try:
             answer(end(), SHUTDOWN_TIMEOUT_S)
         except (DeadlineExceeded, WorkerLost) as error:
-            # Training has ended, so this error does not make the run fail
+            # Only log the error, because the training is complete
             log.warning("the rewards, or the workers, did not end in order: %s", error)
 
 

@@ -1,4 +1,4 @@
-"""`UnfinishedCompletions`: what remains to be generated of one prompt, and what lost engines have already sampled of it."""
+"""`UnfinishedCompletions`: the completions of a prompt that are not finished, with the tokens that lost engines sampled."""
 
 from collections.abc import Mapping
 
@@ -14,12 +14,12 @@ class UnfinishedCompletions:
 
     def __init__(self, seeds: dict[int, int]) -> None:
         self.seeds = seeds
-        # tokens that workers have reported so far, by index in the group
+        # Tokens that workers have reported so far, by index in the group
         self._tokens: dict[int, Tokens] = {}
 
     @property
     def progress(self) -> tuple[int, int]:
-        """Return a value that changes when a completion finishes or gets tokens."""
+        """Return (number of unfinished completions, number of reported tokens), which changes with all progress."""
         num_tokens = sum(len(tokens) for tokens in self._tokens.values())
         return len(self.seeds), num_tokens
 
@@ -30,10 +30,10 @@ class UnfinishedCompletions:
 
     @property
     def begun(self) -> dict[int, Tokens] | None:
-        """Return the tokens after which the next engine continues, by index in the group.
+        """Return the tokens after which the next engine continues, by index in the group; None if no tokens were reported.
 
-        The result is None if no engine has reported tokens. `generate` then passes no `begun`, so an engine that never
-        reports tokens need not have this parameter.
+        With None, `generate` calls the engine without the argument `begun`. So an engine that never reports tokens does
+        not need this parameter.
         """
         if not self._tokens:
             return None

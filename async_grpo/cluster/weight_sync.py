@@ -1,6 +1,7 @@
 """`RayEngines`: sends weights to all registered workers and collects their receipts.
 
-Weights are either sent in packages, or (with NCCL) the trainer calls each step of the update on all workers.
+There are two ways: packages of weights are sent to the workers, or (with NCCL) the trainer calls each step of the
+update on all workers.
 """
 
 import logging
@@ -23,7 +24,7 @@ from async_grpo.types import GENERATION, REFERENCE
 log = logging.getLogger(__name__)
 LOST = (RayActorError, RayTaskError, GetTimeoutError)
 # Seconds that the other engines have to answer after one engine was lost in a collective step. An engine that has not
-# answered by then is still waiting for the lost engine, so it is fenced, too
+# answered by then still waits for the lost engine, so it is fenced, too
 OTHERS_S = 10.0
 # Minimum size of Ray's object store, as a multiple of the size of the weights. The store must hold one version of the
 # weights and the beginning of the next version
@@ -89,7 +90,8 @@ class RayEngines:
         run, the run waits for a new one for `--worker-grace-s` seconds.
 
         Returns:
-            The receipt of each worker, by worker id: a manifest of what it received and the log-probs that it computes.
+            Receipts by worker id. A receipt contains a manifest of what the worker received, and the log-probs that it
+            computes.
 
         Raises:
             WorkerLost: No generation worker could load the first weights.
@@ -111,7 +113,7 @@ class RayEngines:
                 self.fence(worker_id, error)
             else:
                 has_engine = has_engine or info.kind == (REFERENCE if self.of_reference else GENERATION)
-        # The first weights have version 0, and a self-test has a negative version
+        # The first weights have version 0. A self-test, which comes before them, has a negative version
         is_first = package.version <= 0
         if is_first and not has_engine and not package.for_late:
             raise WorkerLost(f"no engine took the weights of version {package.version}: {'; '.join(losses)}")
@@ -120,7 +122,7 @@ class RayEngines:
     def fence(self, worker_id: str, error: Exception) -> None:
         """Kill and remove a worker that could not prove its weights; see `Engines`."""
         info, handle = self._members.pop(worker_id)
-        # The kill makes the worker's open requests fail at once, and its dispatcher notices it
+        # After the kill, open requests to the worker fail at once, and its dispatcher notices the death
         ray.kill(handle)
         log.error("worker %s did not take the weights and is fenced: %s", worker_id, cause_of(error))
         answer(self.controller.deregister.remote(info.kind, worker_id, cause_of(error)))
@@ -132,16 +134,16 @@ class RayEngines:
 
     @property
     def members(self) -> dict[str, int]:
-        """Return each worker's number of processes, by worker id, for the workers of the sync; see `Engines`."""
+        """Return the number of processes of each worker of the sync, by worker id; see `Engines`."""
         return {worker_id: info.world_size for worker_id, (info, _) in self._members.items()}
 
     def each(self, method: str, *args: Any) -> dict[str, Any]:
-        """Make each worker of the sync do one step, and return the answers by worker id; see `Engines`."""
+        """Call a method of each worker of the sync, and return the answers by worker id; see `Engines`."""
         args_by_worker = dict.fromkeys(self._members, args)
         return self._call(method, args_by_worker, others_s=self.timeout_s)
 
     def together(self, method: str, *args: Any) -> None:
-        """Make all workers of the sync do a collective step, which none can do alone; see `Engines`.
+        """Call a method of all workers of the sync that is a collective, so that all of them must run it; see `Engines`.
 
         For `init_weight_transfer`, each engine also gets its first rank in the transfer group. Rank 0 is the trainer.
         """
@@ -180,7 +182,8 @@ class RayEngines:
             while calls:
                 ready, calls = ray.wait(calls, timeout=max(0.0, deadline - time.monotonic()))
                 if not ready:
-                    # The deadline has passed. `ray.get` below raises for the remaining workers, which fences them
+                    # The deadline has passed. For each worker without an answer, `ray.get` below raises, and the worker
+                    # is fenced
                     ready = calls
                     calls = []
                 for call in ready:

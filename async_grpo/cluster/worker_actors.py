@@ -27,9 +27,9 @@ from async_grpo.protocols import Receipt, WeightPackage, answer_canary
 from async_grpo.types import GENERATION
 from async_grpo.weights.received_chunks import ReceivedChunks
 
-# Environment variables that let several engines share a machine without a GPU. Forwarded variables override these
+# Environment variables with which several engines can share a machine without a GPU. Forwarded variables override these
 ENGINE_ENVIRONMENT = {
-    # By default, every engine would pin itself to the same core
+    # by default, every engine would use the same cores
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "VLLM_NO_USAGE_STATS": "1",
     "HF_HUB_OFFLINE": "1",
@@ -40,7 +40,7 @@ ENGINE_ENVIRONMENT = {
 class WorkerActor(ChannelServer):
     """A worker that joins a run and loads its weights. It loads one package at a time, and never an older version."""
 
-    served: tuple[str, ...]  # names of the engine's methods that are called through a channel
+    served: tuple[str, ...]  # names of the engine's methods that the run may call through a channel
 
     def __init__(self) -> None:
         log_to_own_file(type(self).__name__.removesuffix("Actor").lower())
@@ -51,7 +51,8 @@ class WorkerActor(ChannelServer):
 
     async def warm_up(self, config: WorkerConfig) -> None:
         """Import the modules that `start` needs. This can be done before the trainer provides the settings."""
-        # torch.compile's cache folder must be set before torch is imported, or torch would choose a folder in /tmp
+        # Set torch.compile's cache folder before torch is imported, because torch would otherwise choose a folder in
+        # /tmp
         os.environ.update(compile_cache())
         _worker_class(config)
 
@@ -65,10 +66,10 @@ class WorkerActor(ChannelServer):
             ConfigurationError: The model or the version of this library differs from the trainer's, or the engine cannot
                 serve the run.
         """
-        # The dispatcher cannot check the version and the model: the actor may run on another node, and the dispatcher
-        # may lack the libraries for it
+        # Check the versions and the model here. The dispatcher cannot: the actor may run on another node, and the
+        # dispatcher may lack the libraries for it
         check_library(settings)
-        # Before the engine's class imports torch; see `warm_up`
+        # Set it before the engine's class imports torch; see `warm_up`
         os.environ.update(compile_cache())
         worker_class = _worker_class(config)
         is_generation = config.mode == GENERATION
@@ -80,8 +81,8 @@ class WorkerActor(ChannelServer):
         if is_generation:
             config = config.with_sequences(settings)
         self._settings = settings
-        # vLLM creates sockets and files of its processes in the folder for temporary files, where all users can read
-        # them
+        # vLLM creates sockets and other files in the folder for temporary files. By default, this folder is open to all
+        # users
         self._folder = make_private_folder()
         if is_generation and settings.sleep_level and not hasattr(worker_class, "sleep"):
             raise ConfigurationError(
@@ -114,14 +115,14 @@ class WorkerActor(ChannelServer):
             if self._version is not None and 0 <= package.version < self._version:
                 raise WeightsDidNotLand(f"weights {package.version} came after newer weights {self._version}")
             if not package.chunks:
-                # The trainer asks whether this worker has the trainer's weights already
+                # The trainer only asks whether this worker already has the trainer's weights, so no weights are loaded
                 with naming_out_of_memory("while a worker computed log-probs of fixed texts", UPDATE_CURE):
                     return {}, await answer_canary(self._engine, package.canary_texts)
             chunks = []
             for chunk in package.chunks:
                 chunks.append(_mapped(chunk) if isinstance(chunk, Path) else (await chunk).data)
             with naming_out_of_memory(activity, UPDATE_CURE):
-                # In a thread, because large chunks take seconds, during which this process must answer calls
+                # Large chunks take seconds. Restore them in a thread, so that this process can answer calls meanwhile
                 whole_chunks = await asyncio.to_thread(self._received.restore, chunks, package.chunk_digests)
                 manifest = await self._engine.update(package.version, whole_chunks)
                 self._version = package.version
@@ -133,7 +134,7 @@ class WorkerActor(ChannelServer):
             self.forget_callers()
 
     async def begin_anew(self, settings: SharedRunSettings) -> bool:
-        """Prepare to serve a restarted run. Return False if the model must be loaded again for that."""
+        """Prepare the worker for a restarted run. Return False if the model must be loaded again."""
         check_library(settings)
         earlier = self._settings
         are_settings_equal = earlier is not None and earlier == replace(
@@ -166,7 +167,7 @@ class GenerationActor(WorkerActor):
     served = ("complete", "progress")
 
     async def transfer(self, method: str, *args: Any) -> Any:
-        """Do one step of a weight update that the trainer drives (NCCL).
+        """Do one step of a weight update that is controlled by the trainer (NCCL).
 
         Raises:
             ConfigurationError: The engine does not support this step.
@@ -180,7 +181,10 @@ class GenerationActor(WorkerActor):
             return await getattr(self._engine, method)(*args)
 
     def _handlers_of_engine(self) -> dict[str, Callable[..., Any]]:
-        """Return the engine's methods, also those that not every engine has. `progress` also tells the engine's memory."""
+        """Return the engine's methods by name, including optional ones if the engine has them.
+
+        The answer of `progress` also contains the memory of the engine.
+        """
         handlers = super()._handlers_of_engine()
         handlers["progress"] = self._progress
         if hasattr(self._engine, "sleep"):
@@ -188,7 +192,7 @@ class GenerationActor(WorkerActor):
         return handlers
 
     async def _sleep(self, level: int) -> None:
-        """Let the engine release its memory of the GPU.
+        """Make the engine release its GPU memory.
 
         Raises:
             OutOfMemory: The main memory has no room for the engine's weights.
@@ -202,7 +206,10 @@ class GenerationActor(WorkerActor):
 
 
 class LogprobActor(WorkerActor):
-    """A worker with a `LogprobWorker`. Reference workers keep their weights, and proximal workers load new ones."""
+    """A worker with a `LogprobWorker`.
+
+    Reference workers keep their weights, and proximal workers get new ones at each sync.
+    """
 
     served = ("logprobs", "logprobs_with_top")
 
@@ -216,7 +223,7 @@ def _worker_class(config: WorkerConfig) -> Any:
 
 
 def check_library(settings: SharedRunSettings) -> None:
-    """Refuse a run whose trainer has another version of this library, which might silently misread messages."""
+    """Refuse a run whose trainer has another version of this library: messages could be misread without an error."""
     if library_version() != settings.library:
         raise ConfigurationError(
             f"this node ({socket.gethostname()}) has version {library_version()} of async-grpo, the trainer of run "
@@ -227,7 +234,7 @@ def check_library(settings: SharedRunSettings) -> None:
 def check_model(
     model_path: str, settings: SharedRunSettings, option_name: str = "--model-name-or-path"
 ) -> None:
-    """Refuse a model that differs from the trainer's, because log-probs and token ids would be wrong silently.
+    """Refuse a model that differs from the trainer's: log-probs and token ids would be wrong without an error.
 
     Args:
         model_path: Folder of the model.

@@ -1,4 +1,4 @@
-"""The memory of one worker with its child processes: what it takes, and what it was planned to take."""
+"""The memory of one worker and its child processes: the plan before the start, and the measured memory."""
 
 import os
 from contextlib import AbstractContextManager
@@ -36,7 +36,7 @@ class WorkerMemory:
         self._baseline_bytes = resident_bytes()
         self.planned_bytes = self._plan(settings)
         if self._has_gpu and self._is_engine:
-            # vLLM fills its share of each GPU with the KV cache, whatever its sequences need
+            # vLLM fills its share of each GPU with the KV cache, even if the sequences need less
             gpu_bytes = torch.cuda.get_device_properties(0).total_memory
             self.planned_bytes = int(config.gpu_memory_utilization * gpu_bytes * config.tensor_parallel_size)
         name = "this engine" if self._is_engine else f"this {config.role} worker"
@@ -46,7 +46,8 @@ class WorkerMemory:
     def _plan(self, settings: SharedRunSettings) -> int:
         """Return the estimate of `--dry-run` in bytes; 0 if the weights are not in safetensors files.
 
-        Whether the worker can serve such a model is for its engine to decide: vLLM can make random weights, for example.
+        A model without such files is no error here, because some engines can serve it. For example, vLLM can make
+        random weights.
         """
         if settings.flow is not None:
             num_bytes = drawing_engine_bytes(
@@ -80,7 +81,7 @@ class WorkerMemory:
         )
 
     def naming_start(self) -> AbstractContextManager[None]:
-        """Return a context in which a lack of memory names the start of the worker."""
+        """Return a context in which an out-of-memory error says that the worker was starting."""
         if not self._is_engine:
             activity = f"while a {self._config.role} worker loaded its model"
             return naming_out_of_memory(activity, forward_cure(self._config.max_tokens_per_gpu))
@@ -106,8 +107,8 @@ class WorkerMemory:
         for process_id in (os.getpid(), *descendants(os.getpid())):
             process_bytes = peak_resident_bytes_of([process_id])
             peak_bytes += process_bytes
-            # An engine's processes import what this process had imported before. Other children are small, such as the
-            # one that tracks shared memory
+            # The processes of an engine have imported what this process had imported before. Other child processes are
+            # small, for example the one that tracks shared memory
             baseline_bytes += min(self._baseline_bytes, process_bytes)
         return memory_entry(
             peak_bytes=peak_bytes,

@@ -34,13 +34,13 @@ from async_grpo.processes.supervisor import handling
 from async_grpo.types import GENERATION
 
 log = logging.getLogger(__name__)
-RESTART_PAUSE_S = 5.0  # seconds before the first restart; before restart n, this value to the power of n
-HEALTHY_S = 600.0  # lifetime in seconds after which the restarts of a worker are counted from 0 again
-CLOSE_TIMEOUT_S = 20.0  # time for a responsive worker to close
-# Seconds to wait, after a worker died, for the message that the run has ended. The end of a run also ends its workers,
-# and the message may arrive after the death of the worker
+RESTART_PAUSE_S = 5.0  # seconds before the first restart; before restart n, this number to the power of n
+HEALTHY_S = 600.0  # seconds that a worker must have lived so that its restarts are counted from 0 again
+CLOSE_TIMEOUT_S = 20.0  # seconds that a worker that answers calls has to close
+# Seconds to wait, after a worker died, for the message that the run has ended. The end of a run ends its workers as
+# well, and the message may arrive after the death of the worker
 RUN_END_NEWS_S = 1.0
-# The run waits for a restarted worker for the length of the pause, twice the last loading time, and this margin
+# The run waits for a restarted worker for: the pause, plus twice the last loading time, plus this margin
 RESTART_MARGIN_S = 30.0
 
 
@@ -90,7 +90,7 @@ class RunHandle:
 
     @classmethod
     def find(cls, config: WorkerConfig, patience_s: float) -> "RunHandle":
-        """Wait until a trainer has opened the run that the worker is to join.
+        """Wait until a trainer has opened the run that the worker joins.
 
         Raises:
             ConfigurationError: The run needs no worker of this kind.
@@ -174,7 +174,7 @@ class Worker:
             start = self.actor.start.remote(self.config, run.settings)
             capacity: tuple[int, int] = run.unless_closed(start, self.config.start_timeout_s)
         except ConfigurationError as refusal:
-            # `cause` is the error itself, without Ray's wrapping
+            # The attribute `cause` is the original error, without Ray's wrapping
             reason = str(getattr(refusal, "cause", refusal))
             run.unless_closed(run.controller.record_refusal.remote(reason))
             raise ConfigurationError(reason) from None
@@ -195,11 +195,11 @@ class Worker:
 
     def end(self) -> None:
         """End the actor and all of its processes."""
-        # An actor that is still loading or stuck does not answer, so it gets no time to close
+        # Do not wait for `close` if the actor is still loading or stuck, because it does not answer
         with contextlib.suppress(RayError):
             ray.get(self.actor.close.remote(), timeout=CLOSE_TIMEOUT_S if self.is_responsive else 0)
         ray.kill(self.actor)
-        # Stopped or stuck processes of an engine survive the actor and would keep its GPU
+        # A stopped or stuck process of an engine survives its actor and would keep the GPU's memory
         for process in self._processes:
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
@@ -219,17 +219,20 @@ def _make_actor(config: WorkerConfig) -> Any:
     actor = zero_cpu_actor(
         GenerationActor if is_generation else LogprobActor,
         num_gpus=num_gpus if _may_get_gpus(config) else 0,
-        # On this node, the actor can read the model and the engine's file from the local disk
+        # On this node, the actor reads the model and the engine's file from the local disk
         **(on_this_node() if must_be_here else {}),
         runtime_env={"env_vars": variables, **python},
     ).remote()
-    # An error of this call is ignored, because `start` does the same imports and raises it again
+    # Nothing reads an error of this call: `start` imports the same modules and raises it again
     actor.warm_up.remote(config)
     return actor
 
 
 def _may_get_gpus(config: WorkerConfig) -> bool:
-    """Return whether the actor requests GPUs: with `--node gpu`, or if a node on which it may run has GPUs."""
+    """Return whether to request GPUs for the actor.
+
+    This is the case with `--node gpu`, or if a node on which the actor may run has GPUs.
+    """
     if config.node == "gpu":
         return True
     this_node = ray.get_runtime_context().get_node_id()
@@ -259,8 +262,8 @@ def _work_for(run: RunHandle, worker: Worker) -> None:
             worker.end()
             lived_s = time.monotonic() - begin
             num_restarts = num_restarts + 1 if lived_s < HEALTHY_S else 1
-            # Do not restart a worker that has never loaded: it would probably fail again, for example because the node
-            # lacks a library
+            # If the worker has never loaded, do not restart it: it would probably fail again, for example because the
+            # node lacks a library
             has_never_loaded = num_restarts == 1 and not worker.loading_s
             if num_restarts > config.engine_restarts or has_never_loaded:
                 raise
@@ -274,7 +277,7 @@ def _work_for(run: RunHandle, worker: Worker) -> None:
             )
             expected_s = min(config.start_timeout_s, pause_s + 2 * worker.loading_s + RESTART_MARGIN_S)
             run.unless_closed(run.controller.expect.remote(run.kind, expected_s))
-            # The pause ends early if the run ends
+            # Wait for the pause, or until the run ends if that is earlier
             ray.wait([run.closed], timeout=pause_s)
             worker.begin()
 
@@ -304,7 +307,7 @@ def _be_member(run: RunHandle, worker: Worker) -> NoReturn:
                 raise
             reason = cause_of(error)
         if drain.has_begun:
-            # The death of a draining worker is no error, because its work continues on other workers
+            # If a draining worker dies, this is no error, because its work continues on other workers
             raise _Ended(f"worker {worker_id} has drained: {reason}")
         is_fenced = bool(ray.wait([departure], timeout=0)[0])
         raise _WorkerDied(f"worker {worker_id} {'was lost' if is_fenced else 'died'}: {reason}")
@@ -315,8 +318,8 @@ def _be_member(run: RunHandle, worker: Worker) -> NoReturn:
         ) from error
     finally:
         worker.is_responsive = has_joined and not is_fenced
-        # Deregister the worker even if joining failed, because it may have been registered before the failure.
-        # Deregistering an unknown worker does no harm
+        # Joining may have failed after the registration, so always deregister. Deregistering an unknown worker does no
+        # harm
         with contextlib.suppress(RayError):
             sign_off = run.controller.deregister.remote(run.kind, worker_id, reason)
             ray.get(sign_off, timeout=CONTROL_TIMEOUT_S)
@@ -357,7 +360,7 @@ class _Drain:
             "SIGTERM: this worker gets no more work, and %.0f s to finish (--drain-s); a second signal ends it at once",
             self._within_s,
         )
-        # Ray is called in another thread, because the signal may have interrupted a call to Ray in this thread
+        # Call Ray in another thread: the signal may have interrupted a call to Ray in this thread
         threading.Thread(target=self._drain, daemon=True).start()
 
     def _drain(self) -> None:

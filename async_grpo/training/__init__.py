@@ -1,1 +1,1 @@
-"""The trainer: sharded model, exact gradient accumulation, checkpoints, and the loop over optimizer steps."""
+"""The trainer: sharding of the model, exact gradient accumulation, checkpoints, and the loop over optimizer steps."""

@@ -52,26 +52,27 @@ class GradientAccumulator:
     ranks: Ranks
     config: OptimizerConfig
     steps: int = 0  # number of finished steps
-    critic: Critic | None = None  # the critic, if it is a model of its own
+    critic: Critic | None = None  # the critic, if it is a separate model
     memory: RankMemory | None = None  # measures the peak memory of this rank; None makes one without a plan
-    # Called with each micro-batch after its backward pass
+    # Functions that are called with each micro-batch after its backward pass
     observers: list[Callable[[BatchTensors], None]] = field(default_factory=list)
-    # Called if a step is not taken, because the policy is too far from that of the first pass (`--passes-max-kl`)
+    # Called when an optimizer step is skipped because the policy has moved further than `--passes-max-kl` since the
+    # first pass over the batch
     on_passes_stopped: Callable[[], None] = lambda: None
 
     def __post_init__(self) -> None:
         if self.memory is None:
             self.memory = RankMemory(self.ranks.device)
-        # Number of consecutive steps until now that were skipped, because their loss or gradient was not finite
+        # Number of steps that were skipped one after the other until now, because their loss or gradient was not finite
         self._nonfinite_in_a_row = 0
         self._parameters = [parameter for parameter in self.policy.parameters() if parameter.requires_grad]
-        # Number of ranks that hold the same shard. A sum of squares over all ranks is divided by it, because the sum
-        # counts each shard this many times
+        # Number of ranks that hold the same shard. A sum of squares over all ranks counts each shard this many times,
+        # so it is divided by this number
         self._num_copies = copies(self._parameters[0])
         self._waiting: list[BatchTensors] = []  # micro-batches that are kept until the end of their step
         # Sums and maxima over the micro-batches of this step, on the device
         self._totals: dict[str, Tensor] = {}
-        # Returns main memory after micro-batches; None where they are computed on a GPU
+        # Returns unused main memory to the system after each micro-batch; None if micro-batches are computed on a GPU
         self._freed_memory = FreedMemory() if self.ranks.device.type == "cpu" else None
 
     def add(self, micro_batch: MicroBatch) -> None:
@@ -103,7 +104,7 @@ class GradientAccumulator:
                 self._totals[name] = torch.add(self._totals[name], value)
 
     def compute_gradient(self, batch: BatchTensors) -> dict[str, Tensor]:
-        """Add the gradient of a micro-batch to the parameters' gradients, and return the objective's totals.
+        """Add the gradient of a micro-batch to the gradients of the parameters, and return the totals of the objective.
 
         Raises:
             OutOfMemory: The micro-batch does not fit into the memory.
@@ -125,7 +126,7 @@ class GradientAccumulator:
 
     @property
     def _trains_critic_alone(self) -> bool:
-        """Return whether this step leaves the policy as it is (`--critic-warmup-steps`)."""
+        """Return whether this step trains only the critic and leaves the policy unchanged (`--critic-warmup-steps`)."""
         return self.critic is not None and self.critic.trains_alone(self.steps)
 
     def _naming_out_of_memory(
@@ -142,8 +143,8 @@ class GradientAccumulator:
         """Scale, clip and apply the summed gradient.
 
         If no token is trained on, or the gradient is not finite, the weights stay unchanged and `update_skipped` is 1.
-        The same holds if the policy is further from that of the first pass over the batch than `--passes-max-kl`. Then
-        `passes_stopped` is 1 as well.
+        The weights also stay unchanged if the policy has moved further than `--passes-max-kl` since the first pass over
+        the batch. In this case `passes_stopped` is 1 as well.
 
         Returns:
             The metrics of the step, the same on every rank.
@@ -153,8 +154,8 @@ class GradientAccumulator:
             OutOfMemory: The update, or a micro-batch that was kept until now, does not fit into the memory.
         """
         if not self._waiting and not self._totals:
-            # Every sample of the step was left out. This rank must still run the collectives of a forward and a
-            # backward pass
+            # This rank got no sample in this step. It computes a dummy, because the other ranks wait for it in the
+            # collectives of the forward and the backward pass
             self.add(dummy_micro_batch(token_id=0))
         if self._waiting:
             longest = max(self._waiting, key=lambda batch: len(batch.input_ids))
@@ -197,15 +198,18 @@ class GradientAccumulator:
         return report
 
     def _loss_count(self, totals: dict[str, float]) -> float:
-        """Return the count that divides the loss of the step, or 0 if no token is trained on."""
+        """Return the number by which the step's loss is divided. It is 0 if no token is trained on.
+
+        Depending on the loss, it is the number of tokens, sequences or groups.
+        """
         if self.objective.unit:
             return totals[self.objective.unit]
         return 1.0 if totals["tokens"] > 0 else 0.0
 
     def _is_past_max_kl(self, totals: dict[str, float]) -> bool:
-        """Return whether the policy is further from that of the first pass over the batch than `--passes-max-kl`.
+        """Return whether the policy has moved further than `--passes-max-kl` since the first pass over the batch.
 
-        The totals of a first pass have no `pass_kl`.
+        During the first pass the totals contain no `pass_kl`, and the answer is False.
         """
         max_kl = self.objective.config.passes_max_kl
         if max_kl is None or not totals["tokens"]:
@@ -255,13 +259,13 @@ class GradientAccumulator:
             count: Number of units by which the loss is divided.
             loss_sum: Sum of the losses of the step.
             gradient_square: Squared norm of the policy's gradient.
-            critic_square: Squared norm of the gradient of a critic of its own; 0 without one.
+            critic_square: Squared norm of the gradient of a separate critic model; 0 if there is none.
         """
         # FSDP has averaged the gradients over the ranks, but the step needs their sum
         scale = self.ranks.world_size / count
         grad_norm = scale * math.sqrt(gradient_square)
-        # Check the loss as well, because the gradient may be finite although the loss is not: if a log-ratio is NaN,
-        # clamping it gives NaN, but the gradient of the clamp is 0
+        # Check the loss as well, because the gradient may be finite although the loss is not. For example, if a
+        # log-ratio is NaN, clamping it gives NaN, but the gradient of the clamp is 0
         if not (math.isfinite(grad_norm) and math.isfinite(loss_sum) and math.isfinite(critic_square)):
             self._note_skipped_step(grad_norm, count, loss_sum)
             return {"grad_norm": grad_norm, "update_skipped": 1.0}
@@ -305,9 +309,9 @@ class GradientAccumulator:
         )
 
     def _change_of_weights(self, before: list[Tensor], after: list[Tensor]) -> dict[str, float]:
-        """Return the norms of the old weights and of their change, and quantiles of the tensors' relative changes.
+        """Return the norms of the old weights and of their change, and quantiles of the relative changes of the tensors.
 
-        The difference is computed in place in `before`, which saves the memory of a third copy.
+        The difference is written into the tensors of `before`, so that no memory for a third copy is needed.
         """
         squares_before = _squares(before)
         torch._foreach_sub_(before, after)
@@ -315,7 +319,8 @@ class GradientAccumulator:
         no_maxima = squares[:0]
         summed_squares, _ = self.ranks.sum_and_max(squares, no_maxima)
         model_norms, delta_norms = summed_squares.sqrt().chunk(2)
-        # The weights of a value head are initially zero, so no ratio can be computed for its first update
+        # A value head starts with weights of zero. Its first update has no relative size, because the ratio would
+        # divide by 0
         has_size = model_norms > 0
         probabilities = torch.linspace(0, 1, 5, dtype=torch.float64)
         ratios = torch.quantile((delta_norms / model_norms)[has_size], probabilities).tolist()
@@ -351,7 +356,10 @@ def _squares(tensors: Sequence[Tensor]) -> Float64[Tensor, " tensors"]:
 
 
 def _metrics(totals: dict[str, float], histogram: Float64[Tensor, " bins"], count: float) -> dict[str, float]:
-    """Return the metrics of a step from its totals: losses divided by `count`, means over tokens, and maxima."""
+    """Return the metrics of a step from its totals.
+
+    Losses are divided by `count`. Other metrics are means over tokens, or maxima.
+    """
     totals = dict(totals)
     mismatch_totals = {name: totals.pop(name) for name in list(totals) if name.startswith("mismatch_")}
     num_tokens = totals.pop("tokens")

@@ -11,7 +11,7 @@ from async_grpo.training.sharding import release_gathered
 
 @torch.no_grad()
 def add_base_logprobs(policy: PolicyModel, objective: Objective, batch: BatchTensors) -> None:
-    """Set `ref_logprobs` of a micro-batch by a forward pass of the base. A collective if the policy is sharded."""
+    """Set `ref_logprobs` of a micro-batch by a forward pass without the adapter. A collective if the policy is sharded."""
     with lora_switched_off(policy.model):
         batch.ref_logprobs, *_ = objective.forward(policy, batch)
         release_gathered(policy)

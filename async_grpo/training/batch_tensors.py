@@ -13,34 +13,37 @@ from async_grpo.types import ImageReference
 
 
 class BatchTensors:
-    """A micro-batch on the trainer's device, as one packed row.
+    """A micro-batch on the trainer's device: all its sequences, one after the other, in one row of N tokens.
 
-    If the objective has terms that depend on the whole step, `whole_step` sets `logprobs`, `kept` and, as far as the
-    objective needs them, `returns`, `old_values`, `selected`, `has_high_entropy`, `weight_mean`,
-    `units_per_observation` and `tokens_per_observation` before the backward pass. It may replace `advantages` and
-    `group_tokens`.
+    Some objectives have terms that depend on the whole step. For these, the module `whole_step` sets the following
+    fields before the backward pass: always `logprobs` and `kept`; and, if the objective needs them, `returns`,
+    `old_values`, `selected`, `has_high_entropy`, `weight_mean`, `units_per_observation` and `tokens_per_observation`.
+    It may also replace `advantages` and `group_tokens`.
     """
 
     returns: Float[Tensor, "1 packed"] | None = None  # targets of the critic
     old_values: Float[Tensor, "1 packed"] | None = None  # the critic's values before the step
-    selected: Bool[Tensor, "1 packed"] | None = None  # tokens that the losses clip_cov and kl_cov select
-    # tokens whose entropy is high enough for a policy loss; None: all
+    selected: Bool[Tensor, "1 packed"] | None = None  # tokens that the loss clip_cov or kl_cov selects
+    # True at tokens whose entropy is high enough to be trained on by the policy loss; None if all tokens are
     has_high_entropy: Bool[Tensor, "1 packed"] | None = None
     # KL divergence of each denoising step from the reference policy; set if the policy draws and has a reference
     kl_to_reference: Float[Tensor, "1 packed"] | None = None
-    # The policy's log-probs of the teacher's most probable tokens, with gradients; `Objective.forward` sets them
+    # The policy's log-probs of the k tokens that the teacher finds most probable, with gradients. `Objective.forward`
+    # sets them
     further_logprobs: Float[Tensor, "1 packed k"] | None = None
-    weight_mean: float | None = None  # mean importance weight of the step, by which the weights are divided
+    weight_mean: float | None = None  # mean importance weight of the step; all weights are divided by it
     # Log-probs under the weights before the first pass over the batch; None in the first pass
     start_logprobs: Float[Tensor, "1 packed"] | None = None
-    # Divisor of the step's loss, and number of tokens in the step, each divided by the step's number of observations
+    # (Divisor of the step's loss) / (number of observation tokens in the step), and (number of trained tokens in the
+    # step) / (number of observation tokens in the step)
     units_per_observation: float = 0.0
     tokens_per_observation: float = 0.0
 
     # Log-probs and entropies under the weights before the step, without gradient
     logprobs: Float[Tensor, "1 packed"]
     entropy: Float[Tensor, "1 packed"]
-    kept: Bool[Tensor, "1 packed"]  # `mask` without rejected tokens
+    # `mask` without the tokens that the rejection options (`--rejection-*`) leave out
+    kept: Bool[Tensor, "1 packed"]
 
     input_ids: Int64[Tensor, " packed"]
     cu_seqlens: Int[Tensor, " boundaries"]
@@ -53,17 +56,17 @@ class BatchTensors:
     behaviour_logprobs: Float[Tensor, "1 packed"]
     ref_logprobs: Float[Tensor, "1 packed"] | None
     proximal_logprobs: Float[Tensor, "1 packed"] | None
-    # Ids of the teacher's most probable tokens at each position, and the teacher's log-probs of them
+    # Ids of the k tokens that the teacher finds most probable at each position, and their log-probs under the teacher
     teacher_top_ids: Int64[Tensor, "packed k"] | None = None
     teacher_top_logprobs: Float[Tensor, "1 packed k"] | None = None
     members: Int64[Tensor, "1 packed"] | None
     times: Int[Tensor, "1 packed"] | None
     allowed: AllowedTokens | None
     images: tuple[tuple[ImageReference, ...], ...]
-    # The images as the policy reads them, once `Objective.forward` needs them
+    # Tensors made of the images for the policy's vision tower; `Objective.forward` computes them at its first call
     image_inputs: ImageInputs | None = None
     latents: Float[Tensor, "packed 2 channels height width"] | None  # set if the policy draws
-    conditions: tuple[tuple[np.ndarray, ...], ...]  # `MicroBatch.conditions`
+    conditions: tuple[tuple[np.ndarray, ...], ...]  # see `MicroBatch.conditions`
 
     def __init__(self, batch: MicroBatch, device: torch.device) -> None:
         def row(values: np.ndarray) -> Tensor:
@@ -90,11 +93,12 @@ class BatchTensors:
         self.ref_logprobs = optional_row(batch.ref_logprobs)
         self.proximal_logprobs = optional_row(batch.proximal_logprobs)
         if batch.teacher_top is not None:
-            # The id of a missing token is NaN or 0; its log-prob is NaN, so that the id does not matter
+            # If the teacher returned fewer than k tokens, the rest has log-prob NaN and is ignored. Its ids may be NaN,
+            # so replace them by 0, a valid index
             top_ids = np.nan_to_num(batch.teacher_top[:, 0])
             self.teacher_top_ids = torch.tensor(top_ids, dtype=torch.int64, device=device)
             self.teacher_top_logprobs = row(batch.teacher_top[:, 1])
-        # For each token, the index of its sample in the group, and its index in time within its trajectory
+        # Index of each token's sample in its group, and index of each token in its trajectory, in the order of time
         self.members = None if batch.members is None else row(batch.members[sequence_ids])
         self.times = optional_row(batch.times)
         self.allowed = batch.allowed  # the tokens among which each token was sampled
@@ -109,12 +113,12 @@ class BatchTensors:
                 self.advantages = row(batch.first_pass.advantages)
 
     def leave_out_unknown_teacher_tokens(self, vocab_size: int) -> None:
-        """Treat those of the teacher's most probable tokens as missing that the policy does not have.
+        """Set the teacher's log-probs to NaN for tokens that the policy does not have. The loss then ignores these tokens.
 
-        A teacher may have further tokens, for which the policy's head has no row.
+        The vocabulary of a teacher may be larger than that of the policy.
 
         Args:
-            vocab_size: Number of tokens of the policy's head.
+            vocab_size: Number of tokens that the policy's output head knows.
         """
         if self.teacher_top_ids is None or self.teacher_top_logprobs is None:
             return

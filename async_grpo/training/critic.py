@@ -1,4 +1,4 @@
-"""Train a critic of its own: its values, its gradient and its updates beside those of the policy."""
+"""Train a critic that is a separate model (`--critic-model`): its values, gradients and updates."""
 
 import math
 from dataclasses import dataclass
@@ -19,29 +19,35 @@ from async_grpo.training.sharding import release_gathered
 
 @dataclass
 class Critic:
-    """A critic that is a model of its own, sharded like the policy, with its own optimizer and learning rate.
+    """A critic that is a separate model, sharded like the policy, with its own optimizer and learning rate.
 
-    Its gradient is that of the value loss alone, and is clipped by its own norm.
+    Its gradient comes only from the value loss. The gradient is clipped by its own norm, not together with the
+    policy's.
     """
 
     model: CriticModel
     optimizer: Optimizer
     scheduler: LambdaLR
     max_grad_norm: float
-    warmup_steps: int = 0  # number of the run's first steps that train the critic and not the policy
+    # Number of steps at the start of the run that train only the critic, not the policy
+    warmup_steps: int = 0
 
     def __post_init__(self) -> None:
         self._parameters = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
-        # Number of ranks that hold the same shard, as in `GradientAccumulator`
+        # Number of ranks that hold the same shard. A sum of squares over all ranks is divided by it, as in
+        # `GradientAccumulator`
         self._num_copies = copies(self._parameters[0])
 
     def trains_alone(self, steps_done: int) -> bool:
-        """Return whether the next step leaves the policy as it is."""
+        """Return whether the next step trains only the critic and leaves the policy unchanged."""
         return steps_done < self.warmup_steps
 
     @torch.no_grad()
     def values(self, batch: BatchTensors) -> Float[Tensor, "1 packed"]:
-        """Return the values of a micro-batch's tokens before the step. A collective if the critic is sharded."""
+        """Return the critic's values of a micro-batch's tokens, without gradients.
+
+        A collective if the critic is sharded.
+        """
         values = self._forward(batch)
         release_gathered(self.model)
         return values
@@ -50,17 +56,20 @@ class Critic:
         """Add the gradient of a micro-batch's value loss, and return the totals of its metrics."""
         values = self._forward(batch)
         losses, metrics = objective.value_losses(values, batch, batch.kept)
-        # A sum over tokens, which `update` divides like the policy's loss
+        # The loss is a sum over tokens. `update` later divides its gradient by the same number as the policy's gradient
         objective.aggregate(losses, batch, batch.kept).backward()
         return metric_totals(metrics | {"value_loss": losses})
 
     def _forward(self, batch: BatchTensors) -> Float[Tensor, "1 packed"]:
-        """Return the values of a micro-batch's tokens. The policy's forward pass has read the images."""
+        """Return the critic's values of a micro-batch's tokens.
+
+        Call it after the policy's forward pass, which sets `image_inputs`.
+        """
         values = self.model(batch.input_ids, batch.cu_seqlens, batch.mask[0], batch.image_inputs)
         return values[None]
 
     def gradient_square(self) -> Float64[Tensor, ""]:
-        """Return the squared norm of this rank's share of the summed gradient."""
+        """Return the squared norm of the summed gradient, over the shards of this rank only."""
         gradients = [local_shard(gradient) for gradient in self._gradients()]
         norms = torch._foreach_norm(gradients, 2, dtype=torch.float32)
         return torch.stack(norms).double().square().sum() / self._num_copies

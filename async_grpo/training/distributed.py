@@ -19,12 +19,12 @@ from async_grpo.errors import ConfigurationError
 from async_grpo.processes.process_tree import die_with
 
 Numbers = Float[Tensor, " _numbers"] | list[float]
-# Environment variable with the path of a file through which the ranks of one machine find each other. Each start of the
-# trainer needs a new file
+# Environment variable with the path of a file through which the ranks of one machine find each other. The file must be
+# a new one each time the trainer starts
 RANKS_STORE = "ASYNC_GRPO_RANKS_STORE"
 
-# Environment variable with the share of the GPU's memory that this rank may use. If it is not set, the rank may use all
-# of the memory
+# Environment variable with the fraction (0 to 1) of the GPU's memory that this rank may use. If it is not set, the rank
+# may use all of the memory
 GPU_SHARE = "ASYNC_GRPO_GPU_SHARE"
 
 
@@ -132,7 +132,7 @@ def distributed_run(device: str = "auto", *, timeout_s: float = 1800.0) -> Itera
     try:
         yield Ranks(rank, world_size, chosen)
     except BaseException:
-        # An orderly shutdown of NCCL would wait for collectives that a failed rank never joins
+        # Skip the orderly shutdown of NCCL: it would wait for collectives that a failed rank never joins
         if not on_gpu:
             dist.destroy_process_group()
         raise

@@ -70,7 +70,7 @@ class ModelExporter:
         older = [path for path in self._folder.glob("samples_*") if 0 < _samples(path) <= self.resumed_at]
         self._written = sorted(older, key=_samples)  # exports of this run, the oldest first
         last_saved = _samples(self._written[-1]) if self.ranks.is_main and older else 0
-        # Only rank 0 looks for exports, because ranks on other nodes may not see the folder
+        # Only rank 0 looks for earlier exports, because ranks on other nodes may not see the folder
         self._last_saved = int(self.ranks.max([float(last_saved)])[0])
 
     def _source_folder(self) -> Path:
@@ -97,7 +97,8 @@ class ModelExporter:
 
     def save_final(self, policy: PolicyModel, samples: int) -> None:
         """Save an export, unless the last one already has these weights."""
-        # Compare the numbers of samples instead of looking for the folder, which ranks on other nodes may not see
+        # Do not look whether the folder exists: ranks on other nodes may not see it. All ranks know the numbers of
+        # samples
         if samples != self._last_saved:
             self.save(policy, samples)
 
@@ -114,7 +115,7 @@ class ModelExporter:
             tensors = ((name, full_tensor(tensor)) for name, tensor in named_lora_tensors(policy.model))
             dtype = torch.float32  # adapters are small, and merging one in float32 is more exact
         state: dict[str, Tensor] = {}
-        # All ranks must take part in gathering each tensor, but only rank 0 keeps it
+        # Gathering a sharded tensor is a collective of all ranks, but only rank 0 keeps the result
         for name, tensor in tensors:
             if self.ranks.is_main:
                 state[name] = tensor.to("cpu", dtype, copy=True)
@@ -123,12 +124,13 @@ class ModelExporter:
         try:
             if self.ranks.is_main:
                 self._write(policy, state, value_head, target, dtype)
-                # Only exports of this run are removed: `_written` lists no others
+                # `_written` lists only exports of this run, so no export of another run is removed
                 self._written.append(target)
                 while self.keep_last and len(self._written) > self.keep_last:
                     shutil.rmtree(self._written.pop(0))
         finally:
-            # It may be a collective. The other ranks would wait for rank 0 if it left this out after a failure to write
+            # Call this even if writing failed on rank 0: it may be a collective, in which the other ranks would wait
+            # for rank 0
             self.also_save(samples)
         return target
 

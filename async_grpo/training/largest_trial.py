@@ -1,8 +1,8 @@
 """Compute the largest possible micro-batch once before the first step, so that a lack of memory shows at once.
 
-The micro-batches of a run differ in size. Without the trial, the largest one may come after hours, when completions have
-become longer. The trial also makes the optimizer's moments first, because the first step would otherwise be computed
-without them, and fail only at the second.
+The micro-batches of a run differ in size. Without the trial, the largest one may come after hours, when completions
+have become longer. The trial makes the optimizer's moments first: they are otherwise made at the end of the first step,
+so a lack of memory for them would show only at the second step.
 """
 
 import logging
@@ -50,7 +50,7 @@ def try_largest(
     _add_step_terms(batch)
     steps_done = accumulator.steps
     if accumulator.critic is not None:
-        # Steps that train only the critic need less memory than those after them, so try one of those after them
+        # Steps that train only the critic need less memory than later ones, so pretend to be past them
         accumulator.steps = max(steps_done, accumulator.critic.warmup_steps)
     try:
         accumulator.compute_gradient(batch)
@@ -84,7 +84,8 @@ def largest_micro_batch(config: BatchConfig, vocab_size: int, max_total_tokens: 
     positions = np.arange(num_tokens)
     zeros = np.zeros(num_tokens, np.float32)
     return MicroBatch(
-        # The first ids of the sequences differ, because equal beginnings are computed only once
+        # Give each sequence another first token. Sequences with equal beginnings share their computation, and would
+        # need less memory
         input_ids=((positions % longest + positions // longest) % vocab_size).astype(np.int32),
         cu_seqlens=ends,
         loss_mask=np.ones(num_tokens, bool),
@@ -99,7 +100,7 @@ def largest_micro_batch(config: BatchConfig, vocab_size: int, max_total_tokens: 
 
 
 def _add_step_terms(batch: BatchTensors) -> None:
-    """Set the terms that some objectives compute from a whole step (`whole_step`) to values of the same size."""
+    """Set the fields that `whole_step` computes for some objectives, to dummy values of the right size."""
     batch.returns = torch.zeros_like(batch.advantages)
     batch.old_values = torch.zeros_like(batch.advantages)
     batch.selected = torch.zeros_like(batch.mask)

@@ -1,4 +1,4 @@
-"""The options of LoRA: what is trained in place of all weights, and how it reaches the engines."""
+"""The options of LoRA: which weights are trained, and how the adapter reaches the engines."""
 
 import math
 from collections.abc import Collection, Mapping

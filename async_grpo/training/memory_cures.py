@@ -1,4 +1,4 @@
-"""Which options to change if a trainer rank runs out of memory, as far as the run does not use them yet."""
+"""Advice for a trainer rank that runs out of memory: names the options that help and that the run does not use yet."""
 
 import os
 
@@ -16,7 +16,7 @@ EXPORT = "use more ranks (--nproc-per-node), or a machine with more memory"
 
 
 def micro_batch_cure(config: OptimizerConfig, *, on_gpu: bool) -> str:
-    """Return what to change if forward or backward pass of a micro-batch do not fit.
+    """Return advice for a forward or backward pass of a micro-batch that does not fit into the memory.
 
     Args:
         config: The options of the trainer's memory.
@@ -30,7 +30,7 @@ def micro_batch_cure(config: OptimizerConfig, *, on_gpu: bool) -> str:
 
 
 def update_cure(config: OptimizerConfig, *, on_gpu: bool) -> str:
-    """Return what to change if the optimizer step does not fit: its moments, and the copy for the update's norms."""
+    """Return advice for an optimizer step whose moments, or copy of the weights for the update's norms, do not fit."""
     cures = []
     if config.update_stats:
         cures.append("use --no-update-stats")
@@ -38,12 +38,12 @@ def update_cure(config: OptimizerConfig, *, on_gpu: bool) -> str:
 
 
 def start_cure(config: OptimizerConfig, *, on_gpu: bool) -> str:
-    """Return what to change if the model does not fit when it is loaded."""
+    """Return advice for a model that does not fit when it is loaded."""
     return _joined(_state_cures(config, on_gpu=on_gpu))
 
 
 def _state_cures(config: OptimizerConfig, *, on_gpu: bool) -> list[str]:
-    """Return the options that make the weights, gradients and moments of a rank smaller."""
+    """Return the options that reduce the memory for a rank's weights, gradients and moments."""
     cures = []
     if config.optimizer != "adamw_8bit":
         cures.append("use --optimizer adamw_8bit")

@@ -1,4 +1,4 @@
-"""Sums of the metrics of a micro-batch, and values that a dummy micro-batch lacks."""
+"""Sums of a micro-batch's metrics; and zeros in place of inputs that a dummy micro-batch lacks."""
 
 from collections.abc import Mapping
 

@@ -1,11 +1,12 @@
 """`MovingReference`: the reference policy of the KL penalty follows the trained policy (`--ref-update-steps`).
 
-Every `ref_update_steps` optimizer steps, ref <- a * pi + (1 - a) * ref, with a = `ref_mix` (Gorbatovski et al. 2024, "Learn
-Your Reference Model for Real Good Alignment", equation 10). With a = 1, the reference is reset to the policy, as in ProRL
-(Liu et al. 2025), where the optimizer is reset as well.
+Every `ref_update_steps` optimizer steps, ref <- a * pi + (1 - a) * ref, with a = `ref_mix` (Gorbatovski et al. 2024,
+"Learn Your Reference Model for Real Good Alignment", equation 10). With a = 1, the reference is reset to the policy, as
+in ProRL (Liu et al. 2025), where the optimizer is reset as well.
 
-The trainer keeps the reference's weights in float32, sharded as the policy's. The reference workers receive them as the
-engines receive the policy's: sent, proven by digests and by the log-probs of fixed texts, and only then used.
+The trainer keeps the reference's weights in float32, sharded as the policy's. The reference workers receive them in the
+same way as the engines receive the policy's weights: a worker uses them only after digests and the log-probs of the
+canary have shown that they arrived.
 """
 
 import time
@@ -23,7 +24,7 @@ from async_grpo.protocols import Proof, WeightPublisher
 
 
 class FixedReference:
-    """A reference that does not move, so that no weights are sent to its workers.
+    """The reference of a run in which it does not move. It sends no weights.
 
     Attributes:
         publisher: Sends the weights of a moving reference to the reference workers.
@@ -32,14 +33,14 @@ class FixedReference:
     publisher: WeightPublisher | None = None
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield no weights: the first reference is in the model's folder."""
+        """Yield nothing for checkpoints: the weights of this reference are in the model's folder."""
         yield from ()
 
     def send_after_self_test(self, version: int) -> None:
-        """Do nothing."""
+        """Do nothing: the reference workers have loaded the weights from the model's folder."""
 
     def follow(self, version: int) -> dict[str, float]:
-        """Return no metrics."""
+        """Do nothing, because the reference does not move, and return no metrics."""
         return {}
 
 
@@ -63,8 +64,8 @@ class MovingReference(FixedReference):
         self._policy = policy
         self._optimizer = optimizer
         self._config = config
-        self._followed: dict[str, nn.Parameter] = {}  # the policy's weights that are trained
-        self._weights: dict[str, Tensor] = {}  # those of the reference
+        self._followed: dict[str, nn.Parameter] = {}  # the trained weights of the policy, by name
+        self._weights: dict[str, Tensor] = {}  # the weights of the reference, by the same names
         for name, parameter in policy.model.named_parameters():
             if parameter.requires_grad:
                 self._followed[name] = parameter
@@ -75,9 +76,10 @@ class MovingReference(FixedReference):
         yield from self._weights.items()
 
     def send_after_self_test(self, version: int) -> None:
-        """Send the weights after a self-test, and wait for the proof.
+        """Send the reference's weights with a self-test, and wait for the proof that they arrived.
 
-        The first call serves all reference workers. Later calls serve those that have joined since the previous one.
+        The first call sends to all reference workers. Later calls send to those that have joined since the previous
+        call.
 
         Args:
             version: Number of completed optimizer steps.
@@ -86,10 +88,11 @@ class MovingReference(FixedReference):
 
     @torch.no_grad()
     def follow(self, version: int) -> dict[str, float]:
-        """Move the reference if this step is due, send its weights, and wait until they are proven.
+        """If the reference moves after this step, move it, send its weights, and wait until they are proven.
 
         Returns:
-            The metric `reference_sync_s`, the seconds that this took; {} if the step is not due.
+            The metric `reference_sync_s`, the seconds that this took; {} if the reference does not move after this
+            step.
         """
         if version % self._config.ref_update_steps:
             return {}
@@ -98,21 +101,22 @@ class MovingReference(FixedReference):
         followed = [local_shard(parameter.detach()) for parameter in self._followed.values()]
         torch._foreach_lerp_(weights, followed, self._config.ref_mix)
         if self._config.ref_reset_optimizer:
-            # The optimizer makes new moments, which are zero, in its next step. The schedule of the learning rate goes on
+            # The optimizer makes new moments of zero at its next step. The learning-rate schedule is not reset
             self._optimizer.state.clear()
         self._send(version, self_test=False)
         return {"reference_sync_s": time.monotonic() - start_time}
 
     def _send(self, version: int, *, self_test: bool) -> None:
         assert self.publisher is not None
-        # The policy computes with the reference's weights only until they are packed and the canary is computed
+        # The policy computes with the reference's weights only until they are packed for sending and the canary is
+        # computed
         with self._exchanged():
             wait_for_proof: Proof = self.publisher.publish(self._policy, version, self_test=self_test)
         wait_for_proof()
 
     @contextmanager
     def _exchanged(self) -> Iterator[None]:
-        """Exchange the weights of policy and reference within the `with` block. It takes memory for one more tensor."""
+        """Exchange the weights of policy and reference during the `with` block. It takes the memory of one more tensor."""
         self._exchange()
         try:
             yield

@@ -44,7 +44,8 @@ class MuonWithAdamW(Optimizer):
         defaults = {"lr": config.learning_rate, "weight_decay": config.weight_decay}
         groups = [{"params": matrices, "momentum": config.muon_momentum}, *other_groups]
         super().__init__(groups, defaults)
-        # It has the same groups and the same state, so that schedules and checkpoints see a single optimizer
+        # `_adamw` shares the parameter groups and the state of this optimizer, so that schedules and checkpoints see
+        # only one
         self._adamw = AdamW(
             self.param_groups[1:],
             lr=config.learning_rate,
@@ -56,7 +57,7 @@ class MuonWithAdamW(Optimizer):
         self._adamw.state = self.state
 
     def is_matrix(self, parameter: Tensor) -> bool:
-        """Return whether Muon updates the parameter."""
+        """Return whether Muon, and not AdamW, updates the parameter."""
         return any(parameter is matrix for matrix in self.param_groups[0]["params"])
 
     @torch.no_grad()
@@ -106,8 +107,8 @@ def _newton_schulz_update(direction: Tensor, learning_rate: float) -> Tensor:
 def split_parameters(policy: PolicyModel) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
     """Return (matrices for Muon, other parameters) among the trained parameters of the policy's model.
 
-    Embeddings and the output head are not for Muon, because their rows are the vectors of single tokens. Neither are
-    vectors, and tensors with more than two dimensions.
+    Muon does not train vectors and tensors with more than two dimensions. It does not train embeddings and the output
+    head either, because each of their rows belongs to a single token.
 
     Raises:
         ConfigurationError: The model has no matrix for Muon.

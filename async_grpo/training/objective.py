@@ -1,8 +1,8 @@
-"""The objective of one micro-batch: its loss before normalisation, the counts that divide it, and sums for the metrics.
+"""The objective of one micro-batch: the sum of its losses, the counts that later divide the sum, and sums for the metrics.
 
-The results of all micro-batches and ranks are added up (or the maximum is taken, for a few metrics), so that a step does
-not depend on the packing. Terms that depend on the whole step are computed first, and written into `BatchTensors` (see
-`whole_step`).
+The results of all micro-batches and ranks are added up (for a few metrics, the maximum is taken). So the result of a
+step does not depend on which sequences share a micro-batch. Terms that depend on the whole step are computed before,
+and written into `BatchTensors` (see `whole_step`).
 """
 
 from functools import partial
@@ -35,10 +35,10 @@ from async_grpo.training.metric_totals import metric_totals, or_zeros
 class Objective:
     """Policy loss + kl_coef * KL to the reference - entropy_coef * entropy + value loss, aggregated over tokens.
 
-    The policy's log-probs are computed at the sampling temperature, and over the tokens that the sampler keeps, as the
-    engine's were. The denominator of the policy ratio is the policy that `config.old_policy` names. "current" means the
-    trained policy before the first pass over the minibatch. In the first pass, which is usually the only one, the value of
-    the ratio is 1, and only its gradient matters.
+    The policy's log-probs are computed as the engine computed its own: at the sampling temperature, and over the tokens
+    that the sampler keeps (`--top-p`, `--top-k`). The denominator of the policy ratio is the policy that
+    `config.old_policy` names. "current" means the trained policy before the first pass over the minibatch. In the first
+    pass, which is usually the only one, the value of the ratio is 1, and only its gradient matters.
 
     Args:
         config: The algorithm's options.
@@ -48,7 +48,7 @@ class Objective:
             then computes the reference log-probs itself (see `base_reference`), because the samples come without them.
 
     Raises:
-        ConfigurationError: The loss or the estimator does not have an option that is set.
+        ConfigurationError: An option is set that the loss or the estimator does not have.
     """
 
     def __init__(
@@ -61,7 +61,8 @@ class Objective:
         self.loss_settings = config.loss_settings
         length_scale = float(max_completion_tokens or config.max_generation_tokens)
         self._aggregation = get_aggregation(config.loss_aggregation, length_scale)
-        # The sum of the losses is divided by the number of "tokens", "sequences" or "groups". None divides by 1
+        # Name of the units whose number divides the sum of the losses: "tokens", "sequences" or "groups". None divides
+        # by 1
         self.unit = self._aggregation.unit
 
         estimator_settings = dict(config.estimator_settings)
@@ -90,12 +91,13 @@ class Objective:
         }
         self.has_importance_weights = config.importance_level != "none"
         self.averages_weights = self.has_importance_weights and config.importance_normalize
-        # A group's loss is divided by its number of tokens, which must be counted again after tokens are rejected
+        # With the unit "groups", the loss of a group is divided by its number of tokens. If tokens are rejected, this
+        # number must be counted again over the whole step
         self.rejects_from_groups = self.unit == "groups" and config.rejection_statistic is not None
         self.selects_high_entropy = config.top_entropy_quantile < 1
         # Whether the loss also contains the cross-entropy of the tokens that the environment wrote
         self.trains_observations = config.observation_coef > 0
-        # Whether terms of the step need a forward pass of all its micro-batches before the first gradient
+        # Whether the first gradient of the step must wait for a forward pass of all its micro-batches
         self.needs_first_forward = (
             self.has_critic
             or self.loss.needs_selection
@@ -104,7 +106,7 @@ class Objective:
             or self.selects_high_entropy
             or (self.trains_observations and config.rejection_statistic is not None)
         )
-        # Whether the loss of a micro-batch can be computed only when all micro-batches of the step have arrived
+        # Whether the loss of a micro-batch can be computed only after all micro-batches of the step have arrived
         self.needs_whole_step = self.needs_first_forward or self.trains_observations
 
     def check_inputs(self, batch: MicroBatch) -> None:
@@ -132,10 +134,12 @@ class Objective:
             )
 
     def forward(self, policy: PolicyModel, batch: BatchTensors) -> tuple[Float[Tensor, "1 packed"], ...]:
-        """Return (log-probs, entropies) of the trained tokens, and with a critic also the values.
+        """Compute the policy's log-probs and entropies at the trained tokens, and what else the objective needs.
 
-        With a truncation, the last result is 1 at the tokens that the truncation alone would not keep, and 0 at all others.
-        If the loss contains the cross-entropy of observations, their log-probs are among them.
+        Returns:
+            Log-probs and entropies; with a value head, the values; with `--top-p` or `--top-k`, as the last tensor, 1
+            at each trained token that these options alone would have excluded, and 0 elsewhere. If observations are
+            trained on, the log-probs include theirs.
         """
         masks = None if batch.allowed is None else policy.token_masks(batch.allowed)
         if batch.images and batch.image_inputs is None:
@@ -186,7 +190,7 @@ class Objective:
             metrics["log_ratio_square"] = self._log_ratio(logprobs, batch, mask).square()
             token_losses = token_losses + self.config.log_ratio_coef * metrics["log_ratio_square"]
         if self.config.entropy_coef:
-            # Skipped if the coefficient is 0, because the gradient of the entropy costs time in the backward pass
+            # If the coefficient is 0, the term is left out, because its gradient would cost time in the backward pass
             token_losses = token_losses - self.config.entropy_coef * entropy_of_trained
         if self.config.teacher_top_k:
             teacher_kl = self._kl_from_teacher(logprobs, batch, mask)
@@ -211,7 +215,7 @@ class Objective:
         totals["avg_loss"] = policy_loss.detach()
         totals["backward_loss"] = loss.detach()
         totals |= count_units(mask, batch.sequence_ids, group_tokens=batch.group_tokens)
-        # The metrics of the mismatch with the engine include rejected tokens
+        # `batch.mask`: the metrics of the mismatch between trainer and engine include rejected tokens
         totals |= mismatch_sums(
             logprobs,
             batch.behaviour_logprobs,
@@ -224,7 +228,7 @@ class Objective:
     def _policy_loss(
         self, logprobs: Float[Tensor, "1 packed"], batch: BatchTensors, mask: Bool[Tensor, "1 packed"]
     ) -> tuple[Float[Tensor, "1 packed"], dict[str, Float[Tensor, "1 packed"]]]:
-        """Return the policy loss of each token, and the metrics that the loss reports."""
+        """Return the policy loss of each token, and the metrics of the loss by name."""
         options = dict(self.loss_settings)
         if self.loss.needs_proximal:
             options["proximal_logprobs"] = or_zeros(batch.proximal_logprobs, logprobs)
@@ -276,7 +280,8 @@ class Objective:
     ) -> Float[Tensor, "1 packed"]:
         """Return log(pi / pi_old) with its gradient; 0 where the mask is False.
 
-        It is not clamped, because a clamp would remove the gradient where a pull to the old policy is needed most.
+        The value is not clamped. A clamp has gradient 0 outside of its bounds, where the pull towards pi_old is needed
+        most.
         """
         old_logprobs = self.ratio_denominator_logprobs(logprobs, batch)
         return torch.where(mask, logprobs, 0) - torch.where(mask, old_logprobs, 0)
@@ -317,9 +322,10 @@ class Objective:
     def kept_tokens(
         self, logprobs: Float[Tensor, "1 packed"], batch: BatchTensors
     ) -> Bool[Tensor, "1 packed"]:
-        """Return the mask without tokens that are rejected because trainer and engine disagree on their probability.
+        """Return the mask without the tokens that the rejection options leave out (`--rejection-*`).
 
-        Every pass over a batch rejects the same tokens.
+        A token is left out if trainer and engine disagree too much on its probability. Every pass over a batch leaves
+        out the same tokens.
         """
         if self.config.rejection_statistic is None:
             return batch.mask
@@ -336,8 +342,9 @@ class Objective:
     ) -> Float[Tensor, "1 packed"]:
         """Return the importance weight of each token, which corrects for the difference between trainer and engine.
 
-        The weights are divided by `batch.weight_mean` if it is set. In later passes over a batch, the ratio of the loss
-        corrects for what the policy has changed since the first pass. If the loss has no ratio, the weights do so.
+        The weights are divided by `batch.weight_mean` if it is set. In later passes over a batch, the policy has also
+        changed since the first pass. A loss with a policy ratio corrects for this change by the ratio. For other
+        losses, the weights do.
         """
         return importance_weights(
             _logprobs_to_compare(logprobs, batch, of_first_pass=self.loss.uses_ratio),
@@ -353,7 +360,7 @@ class Objective:
     ) -> Float[Tensor, "1 packed"]:
         """Return the log-probs of the policy in the denominator of the policy ratio.
 
-        For a loss that reads `proximal_logprobs` itself, the denominator is the engine's policy also with
+        Some losses read `proximal_logprobs` themselves. For these, the denominator is the engine's policy even with
         `--old-policy proximal`.
         """
         if self.config.old_policy == "current":

@@ -10,10 +10,10 @@ from async_grpo.types import PROMPT_TOKEN
 def observation_mask(
     batch: MicroBatch, is_trained: Bool[np.ndarray, " packed"]
 ) -> Bool[np.ndarray, " packed"]:
-    """Return True at the tokens that the environment wrote after the first sampled token of their sequence.
+    """Return True at the observations: tokens that the environment wrote after the first sampled token of their sequence.
 
-    The prompt is not among them. Neither is the text before the first turn of a sequence that begins anew because the
-    history was rewritten, and no token of a sequence that has nothing to train on.
+    Three kinds of tokens are no observations: the prompt; if the history was rewritten and a new sequence began, the
+    text before its first turn; and all tokens of a sequence without any trained token.
 
     Args:
         batch: The micro-batch.
@@ -21,7 +21,7 @@ def observation_mask(
     """
     sequence_ids = batch.sequence_ids()
     is_sampled = batch.versions != PROMPT_TOKEN
-    num_sampled = np.cumsum(is_sampled)  # sampled tokens up to and including each token
+    num_sampled = np.cumsum(is_sampled)  # number of sampled tokens up to and including each token
     first_tokens = batch.cu_seqlens[:-1]
     num_before_sequence = num_sampled[first_tokens] - is_sampled[first_tokens]
     follows_a_turn = num_sampled > num_before_sequence[sequence_ids]

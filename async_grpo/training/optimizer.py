@@ -19,7 +19,7 @@ from async_grpo.training.muon import MOMENTUM_BUFFER, MuonWithAdamW, split_param
 
 
 def _warmup(step: int, warmup_steps: int, total_steps: int) -> float:
-    """Return (step + 1) / warmup_steps, at most 1. With step / warmup_steps, the first step would have no effect."""
+    """Return (step + 1) / warmup_steps, at most 1. With step / warmup_steps, step 0 would have learning rate 0."""
     return min(1.0, (step + 1) / warmup_steps) if warmup_steps else 1.0
 
 
@@ -68,7 +68,7 @@ def optimizer_state(optimizer: Optimizer, parameter: Tensor) -> dict[str, Tensor
         state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
         state[MOMENTUM_BUFFER] = torch.zeros_like(parameter)
     if not state:
-        # The 8-bit optimizer of torchao stores moments in a tensor type of its own, which `_new_buffer` creates
+        # The 8-bit optimizer of torchao stores moments in its own tensor type, which `_new_buffer` creates
         new_buffer: Any = getattr(optimizer, "_new_buffer", lambda like, signed: torch.zeros_like(like))
         state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
         state["exp_avg"] = new_buffer(parameter, True)
@@ -105,9 +105,9 @@ def build_policy_optimizer(
 def build_critic_optimizer(
     critic: CriticModel, config: OptimizerConfig, total_steps: int = 0
 ) -> tuple[Optimizer, LambdaLR]:
-    """Return AdamW over the trained weights of a critic of its own, with `--critic-learning-rate`, and its schedule.
+    """Return AdamW over the trained weights of a separate critic model, and its schedule.
 
-    It is AdamW also if the policy is trained by Muon.
+    The peak learning rate is `--critic-learning-rate`. The critic is trained by AdamW even if Muon trains the policy.
     """
     trained = [parameter for parameter in critic.parameters() if parameter.requires_grad]
     optimizer = _adamw([{"params": trained}], config, config.critic_learning_rate)

@@ -1,8 +1,8 @@
-"""`Passes`: train each batch several times, with the old policy of the first pass (`--passes-per-batch`).
+"""`Passes`: train each batch several times (`--passes-per-batch`).
 
-The ranks keep the micro-batches of a batch in main memory. In the first pass, they also keep the trainer's log-probs
-under the weights before each step. In later passes, these are the log-probs of the old policy: the denominator of the
-ratio with `--old-policy current`, and the policy from which `--passes-max-kl` measures the distance.
+Each rank keeps the micro-batches of a batch in main memory. During the first pass, it also keeps the log-probs that the
+trainer computed just before each optimizer step. In later passes, these are the log-probs of the old policy: the
+denominator of the ratio with `--old-policy current`, and the policy from which `--passes-max-kl` measures the distance.
 """
 
 from collections import deque
@@ -21,27 +21,28 @@ from async_grpo.training.batch_tensors import BatchTensors
 
 @dataclass
 class _Minibatch:
-    """What this rank trained in one step of the first pass."""
+    """The micro-batches that this rank trained in one step of the first pass, with their results."""
 
     micro_batches: list[MicroBatch] = field(default_factory=list)
-    # Results of the first pass, in the order of `micro_batches`, as far as they are computed
+    # Results of the first pass, in the order of `micro_batches`. The list is shorter until all of them are computed
     results: list[FirstPass] = field(default_factory=list)
-    end: StepEnd | None = None  # the end of its step, once it has arrived
+    end: StepEnd | None = None  # the message that ended the step; None until it arrives
 
 
 class Passes:
     """An `ExperienceSource` that returns the micro-batches of each batch several times.
 
     The first pass returns the messages of another source as they arrive. Each later pass returns the minibatches of the
-    batch in a random order, which depends on the seed, the batch and the pass alone. All ranks use the same order.
+    batch in a random order, which depends only on the seed, the batch and the pass. All ranks use the same order.
 
     Args:
         source: The source of the first pass.
         plan: Numbers of minibatches and passes.
         seed: Seed of the order.
-        late_workers_wait: Whether workers that join in the middle of the first pass get their weights only at the end of
-            the batch. This is necessary if weights travel as changes (`--weight-sync-deltas`): the changes at the end of
-            the batch apply to the weights that were sent last, which the other workers would not have.
+        late_workers_wait: Whether workers that join in the middle of the first pass get their weights only at the end
+            of the batch. This is necessary with `--weight-sync-deltas`. There, engines get only the difference to the
+            weights that were sent last. If a late worker got weights in the middle of the batch, these would be the
+            last ones, and the other workers would not have them.
     """
 
     def __init__(
@@ -51,11 +52,13 @@ class Passes:
         self._plan = plan
         self._seed = seed
         self._late_workers_wait = late_workers_wait
-        self._minibatches: list[_Minibatch] = []  # of the current batch
+        self._minibatches: list[_Minibatch] = []  # the minibatches of the current batch
         self._pass_number = 1
-        self._repeated: deque[Message] = deque()  # messages of the current pass that are not returned yet
-        # Requests for checkpoints that arrived in the middle of a batch. They wait for its end: then the weights are those
-        # of the engines, and the groups alive are those that a resumed run has to train. Late workers may wait, too
+        # Messages of the current later pass that are not returned yet
+        self._repeated: deque[Message] = deque()
+        # Messages that wait for the end of the batch: requests for a checkpoint, and with `late_workers_wait` also
+        # workers that joined. Only then do the engines have the trainer's weights, and are the groups alive those that
+        # a resumed run has to train
         self._requests: deque[Message] = deque()
         self.start = source.start
 
@@ -70,19 +73,20 @@ class Passes:
         return self._message_of_first_pass(rank)
 
     def keep_results(self, batch: BatchTensors) -> None:
-        """Keep what the first pass computed for a micro-batch; later passes are ignored.
+        """Keep the results of the first pass for a micro-batch. A call in a later pass does nothing.
 
         If the loss needs the whole step, this is called only after the last micro-batch of the step.
         """
         if batch.is_repeated or not self._minibatches:
             return
         minibatch = self._minibatches[-1]
-        # If all samples of a step were left out, the trainer computes a dummy that no source has sent
+        # If this rank got no sample in the step, the trainer computes a dummy micro-batch, which is not among
+        # `micro_batches`
         if len(minibatch.results) < len(minibatch.micro_batches):
             minibatch.results.append(first_pass_results(batch))
 
     def end_batch(self) -> None:
-        """Leave out the remaining steps of the batch."""
+        """Skip the remaining steps of the batch."""
         self._minibatches = []
         self._repeated.clear()
         self._pass_number = 1
@@ -97,26 +101,27 @@ class Passes:
                 self._unfinished_minibatch().end = message
                 return replace(message, stats={**message.stats, "pass": 1})
             assert isinstance(message, SaveRequested | WorkersJoined), message
-            # If all engines were lost, the rest of the first pass needs the workers that have joined. Their weights are
-            # newer than those of the batch's beginning, so that no token becomes too old
+            # Workers that join in the middle of a batch get weights at once, because the first pass cannot end without
+            # engines if all others were lost. Their weights are newer than those of the batch's start, so no token
+            # becomes too old
             is_needed_now = isinstance(message, WorkersJoined) and not self._late_workers_wait
             if is_needed_now or all(minibatch.end is None for minibatch in self._minibatches):
                 return message
             self._requests.append(message)
 
     def _unfinished_minibatch(self) -> _Minibatch:
-        """Return the minibatch whose step has not ended, which is a new one after the end of a step."""
+        """Return the minibatch of the current step. After the end of a step, begin a new one."""
         if not self._minibatches or self._minibatches[-1].end is not None:
             self._minibatches.append(_Minibatch())
         return self._minibatches[-1]
 
     def _has_finished_pass(self) -> bool:
-        """Return whether all messages of the first or of a later pass were returned."""
+        """Return whether all minibatches of the batch have been returned once, with the ends of their steps."""
         is_complete = len(self._minibatches) == self._plan.num_minibatches
         return is_complete and self._minibatches[-1].end is not None
 
     def _begin_pass(self) -> None:
-        """Prepare the messages of the next pass, or forget the batch after its last pass."""
+        """Prepare the messages of the next pass. After the last pass, forget the batch."""
         if self._pass_number == self._plan.num_passes:
             self.end_batch()
             return
@@ -132,7 +137,10 @@ class Passes:
             self._repeated.append(self._repeated_end(minibatch, position))
 
     def _repeated_end(self, minibatch: _Minibatch, position: int) -> StepEnd:
-        """Return the end of a step of a later pass, whose line of metrics counts no sample again."""
+        """Return the `StepEnd` of a step in a later pass.
+
+        It counts 0 groups and 0 samples, because the first pass counted them.
+        """
         end = minibatch.end
         assert end is not None
         batch_number = end.step // self._plan.num_minibatches
@@ -149,7 +157,10 @@ class Passes:
 
 
 def first_pass_results(batch: BatchTensors) -> FirstPass:
-    """Return the log-probs before the step, and with a critic what its loss needs, as arrays (N,) in main memory."""
+    """Return the log-probs before the step, as arrays (N,) on the CPU.
+
+    With a critic, return the inputs of its loss as well.
+    """
 
     def array(values: Tensor | None) -> np.ndarray | None:
         return None if values is None else values[0].detach().cpu().numpy().copy()
@@ -161,7 +172,7 @@ def first_pass_results(batch: BatchTensors) -> FirstPass:
 
 
 def _older(stats: Mapping[str, Any], steps: int) -> dict[str, Any]:
-    """Return the metrics of staleness after further steps, which make every token older."""
+    """Return the staleness metrics of a step with the ages of all tokens increased by a number of steps."""
     if "staleness_tokens" not in stats:
         return {}
     ages = {str(int(age) + steps): count for age, count in stats["staleness_tokens"].items()}

@@ -2,9 +2,9 @@
 
 <output_dir>/record/step_<k>/rank_<r>.safetensors     the micro-batches of step k (from 0) in their order, with the
                                                        trainer's log-probs under the weights before the step
-                             rank_<r>.json            the `StepEnd`, with the metrics of generation and rewards,
-                                                      the digests of images, whose files the run keeps, and the index
-                                                      of each sequence's condition, if the policy draws from texts
+                             rank_<r>.json            the `StepEnd` with the metrics of generation and rewards;
+                                                      digests of images (the files stay in the run's image folder);
+                                                      for a policy that draws, which condition each sequence has
 """
 
 import dataclasses
@@ -128,9 +128,9 @@ class Recorder:
         if any(conditions):
             content["conditions"] = conditions
         content |= self._run_facts
-        content["stats"].pop("spans", None)  # the times of this run are meaningless in a replay
+        content["stats"].pop("spans", None)  # spans are times of this run, which say nothing about a replay
         content["stats"].pop("memory", None)  # a replay has no engines
-        # This file is written last, because its existence means that the step is recorded
+        # Write this file last: a step counts as recorded if this file exists
         (folder / f"rank_{rank}.json").write_text(as_json(content), encoding="utf-8")
 
 
@@ -240,19 +240,22 @@ class Recording:
 
 
 def _described_images(batch: MicroBatch) -> list[list[tuple[str, int]]]:
-    """Return digest and number of tokens of each image, by sequence; [] if no sequence has an image."""
+    """Return (digest, number of tokens) of each image, one list for each sequence; [] if no sequence has an image."""
     return [[(image.digest, image.num_tokens) for image in images] for images in batch.images]
 
 
 def _images_of(described: Sequence[Sequence[Any]], folder: Path) -> tuple[tuple[ImageReference, ...], ...]:
-    """Return the images of a recorded micro-batch. The record may be somebody else's, so it names no paths.
+    """Return the images of a recorded micro-batch.
+
+    The record may come from a stranger. So it names no paths, only digests, and images are read from the run's own
+    folder.
 
     Args:
         described: What `_described_images` returned.
         folder: Folder of the run's images.
 
     Raises:
-        ValueError: A digest or a number is none.
+        ValueError: An entry is not a digest and a number of tokens.
     """
     images_by_sequence = []
     for sequence in described:
@@ -266,7 +269,7 @@ def _images_of(described: Sequence[Sequence[Any]], folder: Path) -> tuple[tuple[
 
 
 def _described_conditions(batch: MicroBatch) -> tuple[list[int], dict[str, np.ndarray]]:
-    """Return the index of each sequence's condition, and the arrays of the distinct conditions by name."""
+    """Return for each sequence the index of its condition, and the distinct conditions as arrays by name."""
     index_by_identity: dict[int, int] = {}
     rows: list[int] = []
     arrays: dict[str, np.ndarray] = {}
@@ -283,7 +286,7 @@ def _described_conditions(batch: MicroBatch) -> tuple[list[int], dict[str, np.nd
 def _conditions_of(
     rows: Sequence[int], arrays: Mapping[str, np.ndarray], batch_number: int
 ) -> tuple[tuple[np.ndarray, ...], ...]:
-    """Return the conditions of a recorded micro-batch, which sequences of one group share."""
+    """Return the conditions of the sequences of a recorded micro-batch. Sequences of one group share the same arrays."""
     conditions = []
     for index in range(max(rows, default=-1) + 1):
         prefix = f"{batch_number}.condition.{index}."
@@ -304,8 +307,8 @@ def _load_arrays(file: Path) -> dict[str, np.ndarray]:
 def recorded_completions(folder: Path) -> Iterator[tuple[int, list[int], dict[str, list[Any]]]]:
     """Yield (group id, token ids, values per token by name) for every completion in the folder of a step.
 
-    The value `ratios` is the natural logarithm of (the trainer's probability / the engine's), or NaN at tokens that are
-    not trained on.
+    The value `ratios` is the natural logarithm of (the trainer's probability / the engine's), and NaN at tokens that
+    are not trained on.
     """
     for path in files_inside(folder, "rank_*.safetensors"):
         arrays = _load_arrays(path)

@@ -64,7 +64,8 @@ def shard_policy(
         compile_around_attention(_language_layers(policy, layers))
     compute = torch_dtype(dtype)
     if shard_modules(policy, layers, ranks, config, compute):
-        # Makes FSDP gather the root's weights (embedding, head) when `plain_logprobs` is called in place of `forward`
+        # `plain_logprobs` is called instead of `forward`. Registering it makes FSDP gather the root's weights
+        # (embedding, head)
         register_fsdp_forward_method(policy, "plain_logprobs")
     return policy.train()
 
@@ -92,7 +93,8 @@ def shard_modules(
         Whether the policy was sharded.
     """
     if ranks.world_size == 1 and compute is torch.float32 and not config.cpu_offload:
-        # FSDP is not needed, and its hooks and copies would make the steps of a small model 10 % slower
+        # A single rank that computes in float32 does not need FSDP. Its hooks and copies slow a small model's steps
+        # down by 10 %
         return False
     offload_policy = OffloadPolicy()
     if config.cpu_offload:
@@ -148,14 +150,14 @@ def _mesh(ranks: Ranks, fsdp_size: int) -> DeviceMesh:
 
 
 def weight_names(path: str | Path) -> Collection[str]:
-    """Return the names of the weights in a folder's safetensors files; none if it has no such files."""
+    """Return the names of the weights in a folder's safetensors files; an empty collection if there are no such files."""
     return weight_shapes(model_folder(path))
 
 
 def empty_model(path: str) -> Any | None:
-    """Return the model without weights if each rank can load only its own shard of the weights, else None.
+    """Return the model without weights if each rank can load its own shard from the files, else None.
 
-    Loading a shard is possible if the safetensors files in the folder use the model's names for all weights.
+    This is possible if the safetensors files in the folder use the model's names for all weights.
     """
     names_in_files = weight_names(path)
     if not names_in_files:

@@ -52,7 +52,7 @@ AfterStep = Callable[[int], dict[str, float]]
 
 @dataclass
 class Trainer:
-    """Runs `num_steps` optimizer steps on this rank. Every rank runs the same calls in the same order."""
+    """Runs `num_steps` optimizer steps on this rank. Every rank makes the same calls in the same order."""
 
     policy: PolicyModel
     accumulator: GradientAccumulator
@@ -66,25 +66,26 @@ class Trainer:
     overlaps: StepCondition = lambda step: False
     saves_after: StepCondition = lambda step: False  # whether a checkpoint is saved after this step
     plan: PassPlan = ONE_PASS  # after which steps the engines get new weights
-    # The reference of the KL penalty, which may follow the policy
+    # The reference policy of the KL penalty; a moving reference follows the policy
     reference: FixedReference = field(default_factory=FixedReference)
     checkpointer: Checkpointer | None = None
-    # Called before new weights are sent; returns unused memory to the GPU if an engine on it is about to wake
+    # Called before new weights are sent. If the engine on this GPU sleeps during training and is about to wake, the
+    # function frees unused memory for it
     release_memory: Callable[[], None] = lambda: None
     write: WriteLine = lambda line: None  # writes a metrics line; called only on rank 0
     version: int = 0  # number of completed optimizer steps, which is also the policy version
     samples: int = 0  # number of samples in the completed steps
     end_reason: str = ""  # why the run ended early; "" if it did not
-    # Waits for the proof of the last published weights, and returns the metrics of their sync. Before the first sync it
-    # is `dict`, which returns {}
+    # Waits for the proof that the last published weights arrived, and returns the metrics of their sync. Before the
+    # first sync it is `dict`, which returns {}
     _proof: Proof = dict
-    _is_sync_reported: bool = False  # whether the metrics of this sync are in the line of a step
+    _is_sync_reported: bool = False  # whether a metrics line already contains the metrics of the last sync
     _num_lines: int = 0  # number of metrics lines that this process has written
 
     def run(self) -> None:
         """Train until `num_steps` steps are completed, and save a last checkpoint and the model.
 
-        If the run is asked to end early, only a checkpoint is saved.
+        If the run is asked to end early, for example by SIGTERM, save only a checkpoint.
         """
         with naming_out_of_memory("in the self-test of the first weight sync", SENDING):
             self._proof = self._send_after_self_test()
@@ -105,10 +106,11 @@ class Trainer:
         self._finish()
 
     def _accumulate_until_step_end(self, clock: "StepClock") -> StepEnd | None:
-        """Accumulate gradients until the step ends, and return its end.
+        """Accumulate gradients until the step ends.
 
         Returns:
-            The end of the step. None if the run is to end before it; its last checkpoint has then been saved.
+            The message that ended the step. None if the run ends before the end of the step; its last checkpoint is
+            then saved.
         """
         while True:
             with clock.measure("waiting_for_experience"):
@@ -116,12 +118,12 @@ class Trainer:
             if isinstance(message, StepEnd):
                 return message
             if isinstance(message, WorkersJoined):
-                # The weights do not change within a step, so the gradients accumulated so far stay valid
+                # The weights do not change within a step, so the gradients that are accumulated so far stay valid
                 with clock.measure("publishing_weights"), self._naming_sync():
                     self._send_after_self_test()
             elif isinstance(message, SaveRequested):
-                # A checkpoint may be saved in the middle of a step: groups stay in the saved state until weights that
-                # were trained on them are live, so a resumed run trains on them again
+                # A checkpoint may be saved in the middle of a step. It contains the groups of this step too, so a
+                # resumed run trains on them again
                 with clock.measure("checkpointing"):
                     self._save(message.end_reason)
                 if message.end_reason:
@@ -132,7 +134,9 @@ class Trainer:
                     self.accumulator.add(message)
 
     def _send_after_self_test(self) -> Proof:
-        """Send the weights of policy and reference to all workers, or to those that have just joined.
+        """Send the weights of policy and reference to the workers that have no weights of this run yet, with a self-test.
+
+        At the start of a run these are all workers, later those that have just joined.
 
         Returns:
             The proof of the policy's weights, which this method has waited for.
@@ -143,16 +147,20 @@ class Trainer:
         return wait_for_proof
 
     def _take_step(self, step_end: StepEnd, clock: "StepClock") -> dict[str, Any]:
-        """Apply the accumulated gradient. Return the metrics of the step, and of the sync of the previous weights."""
+        """Apply the accumulated gradient.
+
+        Return the metrics of this step, and those of the sync of the previous weights.
+        """
         with clock.measure("publishing_weights"), self._naming_sync():
-            # Wait until the previous weights are proven, so that training does not continue if they did not arrive
+            # Wait until the previous weights are proven. If they did not arrive, this raises, and training does not
+            # continue
             sync_metrics = self._proof()
         metrics: dict[str, Any] = {} if self._is_sync_reported else dict(sync_metrics)
         self._is_sync_reported = True
         with clock.measure("computing"):
             metrics |= self.accumulator.finish()
-        # If the batch ends early, the version is still that after all its steps, because the number of the batch and the
-        # staleness bound follow from it
+        # If `--passes-max-kl` ends the batch early, the version still counts all steps of the batch: the batch's number
+        # and the bound on staleness are computed from the version
         is_batch_over = bool(metrics.get("passes_stopped"))
         self.version = self.plan.cycle_end(self.version) if is_batch_over else self.version + 1
         self.accumulator.steps = self.version
@@ -162,23 +170,23 @@ class Trainer:
     def _publish(self, clock: "StepClock") -> dict[str, Any]:
         """Send the new weights to the engines, and return the metrics of the transfer.
 
-        If the transfer may overlap with the next step, do not wait for it, and return no metrics of it. Within the passes
-        over a batch, send nothing.
+        If the transfer may overlap with the next step, do not wait for it; `_take_step` of the next step then returns
+        its metrics. Between the passes over a batch, send nothing.
         """
         if not self.plan.ends_cycle(self.version):
             return {}
         with clock.measure("publishing_weights"), self._naming_sync():
             self.release_memory()
-            # First the reference, so that groups that start with the new policy are compared with the new reference
+            # Send the reference first. Then groups that start with the new policy are compared with the new reference
             metrics = self.reference.follow(self.version)
             self._proof = self.publisher.publish(self.policy, self.version, self_test=False)
-            # Before an export, always wait for the proof, so that weights that fail it are not exported
+            # If an export follows, wait for the proof first: weights that failed it must not be exported
             may_overlap = self.overlaps(self.version) and not self.exporter.is_due(self.samples)
             self._is_sync_reported = not may_overlap
             return metrics if may_overlap else metrics | self._proof()
 
     def _naming_sync(self) -> AbstractContextManager[None]:
-        """Return a context in which a lack of memory names the weight sync."""
+        """Return a context in which an out-of-memory error says that the weights were being sent."""
         return naming_out_of_memory(f"while the weights of step {self.version} were sent", SENDING)
 
     def _finish(self) -> None:
@@ -195,10 +203,11 @@ class Trainer:
             self.checkpointer.wait()
 
     def _save_if_due(self) -> None:
-        # Within the passes over a batch, the weights are not proven, and a resumed run could not continue from them
+        # Between the passes over a batch, the engines do not have the trainer's weights, and a resumed run could not
+        # continue
         if not self.plan.ends_cycle(self.version):
             return
-        # Not after the last step, because `_finish` saves its checkpoint
+        # Save no checkpoint here after the last step, because `_finish` saves it
         if self.saves_after(self.version) and self.version < self.num_steps:
             self._save()
         with naming_out_of_memory(f"while the model of step {self.version} was saved", EXPORT):
@@ -227,7 +236,8 @@ class Trainer:
         if not self.ranks.is_main:
             return
         alarms = list(step_end.stats.get("alarms", []))
-        # The engines' entries come with the statistics of the step, and those of the ranks with the metrics of training
+        # The entries of the engines come with the statistics of the step, those of the ranks with the metrics of
+        # training
         memory = {**metrics.get("memory", {}), **step_end.stats.get("memory", {})}
         alarms += self._compare_memory(memory)
         if metrics.get("update_skipped") and not metrics.get("passes_stopped"):
@@ -251,7 +261,10 @@ class Trainer:
         )
 
     def _compare_memory(self, memory: Mapping[str, Mapping[str, float]]) -> list[str]:
-        """After the first steps, log the memory of each process beside its plan, and return the alarms; else return []."""
+        """Log the memory of each process beside its plan, and return alarms.
+
+        This happens only once, after the first steps. At other steps, return [].
+        """
         self._num_lines += 1
         is_last = self.version == self.num_steps
         if self._num_lines != COMPARED_AT_STEP and not (is_last and self._num_lines < COMPARED_AT_STEP):
@@ -292,9 +305,9 @@ class StepClock:
         self._time_per_batch = time.perf_counter() - self._started
 
     def report(self) -> dict[str, Any]:
-        """Return the seconds of each activity. A collective.
+        """Return the seconds of each activity by its name. A collective.
 
-        For activities within the step, they are the mean over the ranks, and for activities after it, the maximum.
+        Activities within the step have the mean over the ranks, activities after the step the maximum.
         """
         during_step = [self._seconds[activity] for activity in DURING_STEP]
         after_step = [self._seconds[activity] for activity in AFTER_STEP]

@@ -3,7 +3,7 @@
 A trajectory has several sequences if its history was rewritten. Advantages with a critic are computed along the
 trajectory in time: a reward in a later sequence must reach the tokens of earlier sequences, and the last token of a
 sequence needs the value of the first token of the next sequence. So the rewards and values of these trajectories are
-gathered on every rank. Other trajectories do not need this.
+gathered on every rank. Trajectories of one sequence do not need this.
 """
 
 from collections.abc import Callable, Sequence
@@ -29,11 +29,14 @@ class Part:
 
 @dataclass(frozen=True)
 class JoinedTrajectories:
-    """All trajectories of a step that have several sequences, end to end, each with its tokens in the order of time."""
+    """The trajectories of a step that have several sequences, one after the other.
 
-    parts: list[Part]  # the tokens that this rank holds, by row
+    The tokens of each trajectory are in the order of time.
+    """
+
+    parts: list[Part]  # the tokens of this rank, one `Part` for each row that has any
     lengths: list[int]  # number of tokens of each trajectory
-    # Rewards, values, and 1 where a token is trained on, for the tokens of all ranks; on the CPU
+    # Three rows, for the tokens of all ranks: rewards; values; 1 if the token is trained on, else 0. On the CPU
     columns: Float64[Tensor, "3 packed"]
 
     def estimate(
@@ -57,14 +60,14 @@ class JoinedTrajectories:
             row.returns[0, part.tokens] = returns[is_token][part.places].to(row.returns)
 
     def _by_trajectory(self, column: Shaped[Tensor, " packed"]) -> Shaped[Tensor, "trajectories tokens"]:
-        """Split values of all tokens, such as one of `columns`, into a padded table with a row for each trajectory."""
+        """Split one value per token, such as a row of `columns`, into a padded table with one row for each trajectory."""
         return pad_sequence(list(column.split(self.lengths)), batch_first=True)
 
 
 def joined_trajectories(rows: Sequence[BatchTensors], ranks: Ranks) -> JoinedTrajectories | None:
     """Return the trajectories of all ranks that have several sequences, or None if there are none. A collective.
 
-    `advantages` of the rows must still hold rewards, and `old_values` must be set.
+    Call it while `advantages` of the rows still contains rewards, and after `old_values` is set.
     """
     pieces = [_piece(row) for row in rows if row.times is not None]
     num_tokens = sum(len(piece.times) for piece in pieces)
@@ -119,7 +122,7 @@ def _all_trajectories(
         parts.append(torch.cat([piece.names, ends[:, None]], dim=1))
     names_and_ends = torch.cat(parts)
     names, lengths = _lengths(names_and_ends[:, :2], names_and_ends[:, 2])
-    # Ranks hold different numbers of trajectories, so their tables are padded with rows of length 0
+    # Ranks hold different numbers of trajectories, but `gathered` needs equal shapes: pad with trajectories of length 0
     (num_rows,) = ranks.max([float(len(names))])
     table = torch.zeros(int(num_rows), 3, dtype=torch.float64)
     table[: len(names)] = torch.cat([names, lengths[:, None]], dim=1)
@@ -131,7 +134,7 @@ def _all_trajectories(
 def _lengths(
     names: Int64[Tensor, "entries 2"], ends: Int64[Tensor, " entries"]
 ) -> tuple[Int64[Tensor, "trajectories 2"], Int64[Tensor, " trajectories"]]:
-    """Return the distinct names of trajectories, and the length of each: the largest of its ends."""
+    """Return the distinct (group, member) pairs, and the length of each trajectory, its largest entry in `ends`."""
     distinct_names, indices = torch.unique(names, dim=0, return_inverse=True)
     lengths = torch.zeros(len(distinct_names), dtype=torch.int64)
     return distinct_names, lengths.scatter_reduce(0, indices, ends, "amax")

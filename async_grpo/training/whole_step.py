@@ -30,8 +30,8 @@ from async_grpo.training.objective import Objective
 from async_grpo.training.sharding import release_gathered
 from async_grpo.training.trajectories import joined_trajectories
 
-# Prime number by which the parts of a token's key are multiplied before they are added, so that different tokens get
-# different keys. Products may wrap around in int64
+# Prime number that multiplies the parts of a token's key before they are added, so that different tokens get different
+# keys. Products may overflow int64, which does no harm to a hash
 MIXER = 1_000_003
 
 
@@ -51,7 +51,7 @@ def add_step_terms(
         rows: The micro-batches of this rank. Every rank must pass the same number.
         ranks: The ranks of the training.
         step: Number of the step. It is added to the seed of clip_cov's random selection.
-        critic: The critic, if it is a model of its own.
+        critic: The critic, if it is a separate model.
     """
     if objective.needs_first_forward:
         with torch.no_grad():
@@ -82,9 +82,10 @@ def add_step_terms(
 
 
 def _estimate_advantages(rows: Sequence[BatchTensors], objective: Objective, ranks: Ranks) -> None:
-    """Set `advantages` and `returns`: estimated along each trajectory in time, and whitened over the step if required.
+    """Set `advantages` and `returns`, estimated along each trajectory in time.
 
-    Rejected tokens also get advantages and returns, and count in the whitening.
+    If the estimator asks for it, the advantages are whitened over the step. Rejected tokens also get advantages and
+    returns, and count in the mean and variance of the whitening.
     """
     assert objective.critic_returns is not None
     # This must come before the loop, which overwrites the rewards in `row.advantages`
@@ -118,9 +119,10 @@ def _by_sequence(
 
 
 def _count_kept(rows: Sequence[BatchTensors], ranks: Ranks) -> None:
-    """Set `group_tokens` of every kept token to the number of kept tokens of its group on all ranks."""
+    """Set `group_tokens` of every kept token to the number of kept tokens in its group, counted over all ranks."""
     kept_ids = torch.cat([row.group_ids[row.kept] for row in rows])
-    # The group ids of a step are close together, so a table from the lowest to the highest id is short
+    # The group ids of a step are close together, so a table with one entry for each id from the lowest to the highest
+    # is short
     bounds = [float(-kept_ids.min()), float(kept_ids.max())] if len(kept_ids) else [-math.inf, -math.inf]
     lowest, highest = ranks.max(bounds)
     if highest == -math.inf:
@@ -138,8 +140,8 @@ def _count_kept(rows: Sequence[BatchTensors], ranks: Ranks) -> None:
 def _count_observations(rows: Sequence[BatchTensors], objective: Objective, ranks: Ranks) -> None:
     """Set `units_per_observation` and `tokens_per_observation` from the counts of the step, over all ranks.
 
-    The loss of the step is divided by its number of units at the end. Multiplied by the first ratio, the sum over
-    observations becomes their mean.
+    At the end of the step, its loss is divided by the number of units. Example: 10 units and 50 observation tokens. The
+    sum of their cross-entropies is multiplied by 10 / 50 and later divided by 10, so it becomes their mean.
     """
     num_units = 0.0
     num_tokens = 0.0
@@ -171,7 +173,7 @@ def _average_weights(rows: Sequence[BatchTensors], objective: Objective, ranks: 
 
 
 def _select(rows: Sequence[BatchTensors], objective: Objective, ranks: Ranks, step: int) -> None:
-    """Set `selected` to True at the tokens with the highest scores among those of all ranks."""
+    """Set `selected` to True at the tokens whose scores are the highest among the tokens of all ranks."""
     loss = objective.loss
     options: dict[str, Any] = loss.options | objective.loss_settings
     assert loss.scores is not None
@@ -193,7 +195,7 @@ def _select(rows: Sequence[BatchTensors], objective: Objective, ranks: Ranks, st
 
 
 def _select_high_entropy(rows: Sequence[BatchTensors], objective: Objective, ranks: Ranks) -> None:
-    """Set `has_high_entropy` to True at the tokens in the top entropy quantile of all ranks."""
+    """Set `has_high_entropy` to True at the tokens whose entropy is in the top quantile over all ranks."""
     scores_of_rows = [entropy_scores(row.entropy, row.kept) for row in rows]
     (num_tokens,) = ranks.sum([float(sum(row.kept.sum().item() for row in rows))])
     count = num_in_top_quantile(objective.config.top_entropy_quantile, int(num_tokens))
@@ -205,7 +207,10 @@ def _select_high_entropy(rows: Sequence[BatchTensors], objective: Objective, ran
 def _lowest_of_top(
     scores_of_rows: Sequence[Float[Tensor, "1 packed"]], count: int, ranks: Ranks
 ) -> Float64[Tensor, ""]:
-    """Return the lowest of the `count` highest scores of all ranks, or -inf if there are fewer scores. A collective."""
+    """Return the lowest of the `count` highest scores of all ranks. A collective.
+
+    If there are fewer scores than `count`, return -inf.
+    """
     top_of_rank = top_scores(torch.cat([scores.flatten() for scores in scores_of_rows]), count)
     return top_scores(ranks.gathered(top_of_rank), count)[-1]
 
@@ -218,8 +223,9 @@ def _token_keys(row: BatchTensors) -> Int64[Tensor, "1 packed"]:
     ids = row.sequence_ids[0]  # in ascending order
     position = torch.arange(len(ids), device=ids.device) - torch.searchsorted(ids, ids)
     bits = torch.where(row.mask[0], row.behaviour_logprobs[0].float(), 0).view(torch.int32).long()
-    # Hash the log-probs of the whole sequence into its keys, because other members of the group have tokens with the
-    # same group and position. Even the first tokens and their log-probs may be the same
+    # Group and position alone do not identify a token: the members of a group have tokens at the same positions, and
+    # may even begin with the same tokens and log-probs. So the key contains a hash of the log-probs of the whole
+    # sequence
     contents = torch.zeros(int(ids[-1]) + 1, dtype=torch.int64, device=ids.device)
     contents = contents.index_add(0, ids, bits * (2 * position + 1))
     return (contents[ids] * MIXER + row.group_ids[0] * MIXER**2 + position)[None]

@@ -1,1 +1,1 @@
-"""Training a policy that draws: what differs from a language model in loading, sharding, loss and export."""
+"""Loading, sharding, loss and export of a policy that draws pictures. They differ from those of a language model."""

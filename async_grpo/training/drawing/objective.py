@@ -1,4 +1,4 @@
-"""`FlowObjective`: the objective of micro-batches of denoising steps."""
+"""`FlowObjective`: the objective for micro-batches whose units are denoising steps instead of tokens."""
 
 import torch
 from jaxtyping import Bool, Float
@@ -11,9 +11,10 @@ from async_grpo.training.objective import Objective
 
 
 class FlowObjective(Objective):
-    """Policy loss + kl_coef * KL to the reference, aggregated over denoising steps as over tokens.
+    """Policy loss + kl_coef * KL to the reference, summed over denoising steps as a text's loss is summed over tokens.
 
-    The KL penalty is the divergence of the step's two normal distributions, and not an estimate from log-probs.
+    At each denoising step, policy and reference are normal distributions. The KL penalty is their exact divergence, not
+    an estimate from log-probs.
     """
 
     def check_inputs(self, batch: MicroBatch) -> None:
@@ -37,7 +38,7 @@ class FlowObjective(Objective):
     def _kl_to_reference(
         self, logprobs: Float[Tensor, "1 packed"], batch: BatchTensors, mask: Bool[Tensor, "1 packed"]
     ) -> Float[Tensor, "1 packed"]:
-        """Return the KL penalty of each step; 0 if there is no reference, or where the mask is False."""
+        """Return the KL penalty of each denoising step; 0 if there is no reference, or where the mask is False."""
         if batch.kl_to_reference is None:
             return torch.zeros_like(logprobs)
         return torch.where(mask, batch.kl_to_reference, 0)

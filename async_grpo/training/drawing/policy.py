@@ -1,4 +1,4 @@
-"""Load the policy of a run that draws, and shard it over the ranks."""
+"""Load a policy that draws pictures, and shard it over the ranks."""
 
 import numpy as np
 from jaxtyping import Float32, Int
@@ -40,7 +40,7 @@ def load_flow_policy(
     policy.to(ranks.device)
     if settings.lora is None:
         return shard_flow_policy(policy, ranks, config, settings.dtype)
-    # Weights that LoRA freezes are only read, so they have the dtype of the computation
+    # LoRA freezes these weights, so they can have the dtype of the computation: no optimizer updates them in float32
     policy.cast_weights()
     policy.reference_is_base = keeps_reference
     add_lora(policy.model, settings.lora)
@@ -52,13 +52,14 @@ def load_flow_policy(
 def shard_flow_policy(
     policy: FlowPolicy, ranks: Ranks, config: OptimizerConfig, dtype: str = "float32"
 ) -> FlowPolicy:
-    """Shard the policy in place over the ranks (FSDP2), and return it. Each block of a transformer is a unit."""
+    """Shard the policy in place over the ranks (FSDP2), and return it. Each block of the transformer is an FSDP unit."""
     if config.gradient_checkpointing:
         policy.model.enable_gradient_checkpointing()
     layers = policy.family.blocks(policy.model)
     if policy.reference is not None:
         layers += policy.family.blocks(policy.reference)
-    # The states must stay in float32. The policy casts what the model reads
+    # FSDP must not cast the inputs: the noisy pictures must stay in float32. The policy itself casts what the model
+    # reads
     shard_modules(policy, layers, ranks, config, torch_dtype(dtype), casts_inputs=False)
     return policy.train()
 
@@ -66,7 +67,7 @@ def shard_flow_policy(
 def trainer_canary_logprobs(
     policy: FlowPolicy, *texts: Int[np.ndarray, " _tokens"]
 ) -> Float32[np.ndarray, " packed"]:
-    """Return the log-probs of the canary, as `flow_canary_logprobs`, and shard the policy's weights again."""
+    """Return `flow_canary_logprobs` of the texts, and then shard the weights that the forward pass gathered."""
     logprobs = flow_canary_logprobs(policy, *texts)
     release_gathered(policy)
     return logprobs
