@@ -1,6 +1,7 @@
 """Map the tokens of a completion to positions in its text.
 
-Process rewards name positions in characters, and training needs positions in tokens.
+A process reward names the parts of a text that it scores by their positions in characters. Training needs positions in
+tokens.
 """
 
 from collections.abc import Sequence
@@ -10,7 +11,8 @@ from typing import Any
 import numpy as np
 
 REPLACEMENT = "\ufffd"  # character that a decoder writes for bytes that are not a complete character
-# Maximum number of tokens that are not settled yet (see `char_ends`). A character has at most four bytes in UTF-8
+# Maximum number of tokens whose text later tokens can still change (see `char_ends`). A character has at most four
+# bytes in UTF-8
 MAX_WINDOW_TOKENS = 8
 
 
@@ -54,7 +56,7 @@ def char_ends(tokenizer: Any, token_ids: Sequence[int], text: str) -> np.ndarray
     for t in range(len(ids)):
         new_text = decode(window_begin, t + 1)[chars_in_window:]
         expected_text = text[chars_in_text : chars_in_text + len(new_text)]
-        # `commonprefix` works on any strings, although it belongs to `os.path`
+        # `commonprefix` works on all strings, although it belongs to `os.path`
         num_common = len(commonprefix([new_text, expected_text]))  # noqa: RUF071
         previous_end = ends[t - 1] if t else 0
         ends[t] = max(chars_in_text + num_common, previous_end)

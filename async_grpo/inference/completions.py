@@ -31,15 +31,15 @@ def finished_completion(
         allowed: The tokens that a grammar allowed; None without a grammar.
 
     Raises:
-        WorkerLost: The engine ended the request for a reason of its own.
+        WorkerLost: The engine ended the request for another reason than its limit, an end token or a stop text.
     """
     if output.finish_reason not in ("stop", "length"):
         raise WorkerLost(f"the engine ended a request with {output.finish_reason!r}")
     tokens = first_tokens + tokens_of(output)
     is_stopped = output.finish_reason == "stop"
     ends_with_stop_token = tokens.token_ids[-1] in settings.stop_token_ids
-    # The text of the completion includes a stop text (`Sampling.stop`), but never an end token, even if the stop
-    # text spells one
+    # If a stop text (`Sampling.stop`) ended the completion, the completion's text includes it. It never includes an end
+    # token, even if the stop text is the text of one
     is_stopped_by_text = isinstance(output.stop_reason, str)
     has_end_token = is_stopped and (ends_with_stop_token or not is_stopped_by_text)
     text_token_ids = tokens.token_ids[:-1] if has_end_token else tokens.token_ids

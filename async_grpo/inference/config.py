@@ -30,7 +30,8 @@ GIB = 1 << 30
 UNLIMITED = 2**31 - 1
 
 DRAWING_ENGINE = "drawing"  # draws pictures with a flow-matching model (--policy flow)
-# Engine name -> module:class. The class implements `protocols.Engine`, and is imported only where the engine runs
+# Engine name -> module:class. The class implements `protocols.Engine`. It is imported only in the process that runs the
+# engine
 ENGINES = {
     "vllm": "async_grpo.inference.generation_worker:GenerationWorker",
     # Draws tokens at random, to test the rest of the library without a real engine
@@ -40,8 +41,8 @@ ENGINES = {
 ENGINES_WITHOUT_VLLM = ("fake", DRAWING_ENGINE)
 _OTHER_MODEL = "the engine must serve the model of --model-path as its folder describes it"
 _OTHER_POLICY = "the engine would sample from another policy than the trained one, and report the log-probs of that policy"
-# Arguments of vLLM's engine that are refused, each with the reason. They would silently change what its log-probs mean,
-# or make the proof that new weights have arrived worthless
+# Arguments of vLLM's engine that are refused, each with the reason. With them, log-probs would silently have another
+# meaning, or the proof of new weights would prove nothing
 REFUSED_ENGINE_OPTIONS = {
     **dict.fromkeys(("logits_processors", "watermark_config", "diffusion_config"), _OTHER_POLICY),
     **dict.fromkeys(
@@ -66,7 +67,7 @@ REFUSED_ENGINE_OPTIONS = {
     "kv_transfer_config": "keys and values kept outside the engine would outlive the weights that computed them",
     "disable_log_stats": "the worker reads from these statistics whether the engine makes progress",
 }
-# Default values of refused arguments. Users may set an argument to its default, because this changes nothing
+# Default values of refused arguments. The user may write a default explicitly, because this changes nothing
 HARMLESS_ENGINE_OPTIONS = {
     "disable_log_stats": "false",
     "enable_lora": "false",
@@ -78,8 +79,8 @@ HARMLESS_ENGINE_OPTIONS = {
     "config_format": "auto",
 }
 MAX_CPU_SEQUENCES = 1024
-# Number of pictures that an engine draws at once, unless --max-num-seqs says otherwise. More pictures make a step of the
-# engine longer, and new weights wait for its end
+# Number of pictures that an engine draws at once if --max-num-seqs is not set. With more pictures, each step of the
+# engine takes longer, and new weights must wait for the end of a step
 MAX_PICTURES = 64
 NO_SLEEP_ON_CPU = (
     "vLLM's engine on the CPU has no sleep mode, and would ignore the call; leave the option out"
@@ -87,7 +88,7 @@ NO_SLEEP_ON_CPU = (
 # Largest ranks of a LoRA adapter for which vLLM can reserve memory
 LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 # Number of tokens in a block of the KV cache on the CPU: the minimum of vLLM's kernels. Sequences share only whole
-# blocks, so with vLLM's default of 128, completions would never share the cache of a short prompt
+# blocks. With vLLM's default of 128, completions could never share the cache of a shorter prompt
 CPU_BLOCK_SIZE = 32
 SMALLEST_CPU_CACHE = GIB // 8
 # vLLM's variable for the size of the KV cache of an engine on the CPU, in GiB
@@ -96,8 +97,8 @@ CPU_CACHE_VARIABLE = "VLLM_CPU_KVCACHE_SPACE"
 MAX_SEQUENCES_ON_LARGE_GPU = 1024
 MAX_SEQUENCES_ON_GPU = 256
 LARGE_GPU_BYTES = 70 * GIB
-# If engine and trainer share a GPU: the fraction of the engine's memory that the KV cache gets. The weights are not
-# counted in this memory. The rest of it is for activations, logits and CUDA graphs
+# If engine and trainer share a GPU: the engine's memory, minus its weights, is multiplied by this fraction to get the
+# size of the KV cache. The rest is for activations, logits and CUDA graphs
 COLOCATED_CACHE_SHARE = 0.75
 ENGINE_METHODS = ("start", "complete", "update", "canary", "progress", "until_failure", "close")
 
@@ -123,7 +124,7 @@ def engine_class(name: str) -> type[Engine]:
 
 
 def may_import_vllm(engine: str) -> bool:
-    """Return whether the engine that `--engine` names imports vLLM, or may do so, as one of a user's file.
+    """Return whether the engine that `--engine` names imports vLLM. An engine in a user's file counts as one that does.
 
     >>> may_import_vllm("vllm"), may_import_vllm("fake"), may_import_vllm("drawing")
     (True, False, False)
@@ -144,7 +145,7 @@ def kv_cache_bytes(model: Any, itemsize: int) -> int:
 
 
 def largest_cpu_kv_cache() -> int:
-    """Return the largest size of the KV cache of an engine on the CPU, in bytes: by default 1 GiB."""
+    """Return the maximum size in bytes of the KV cache of an engine on the CPU. The default is 1 GiB."""
     return int(os.environ.get(CPU_CACHE_VARIABLE) or 1) * GIB
 
 
@@ -164,7 +165,7 @@ def cpu_kv_cache(num_sequences: int, max_total_tokens: int, token_bytes: int) ->
     """
     if os.environ.get(CPU_CACHE_VARIABLE):
         return largest_cpu_kv_cache()
-    # One block more for each sequence, because the cached prompts of waiting groups may also take blocks
+    # Add one block for each sequence, because cached prompts of groups that wait also take blocks
     blocks_per_sequence = math.ceil(max_total_tokens / CPU_BLOCK_SIZE) + 1
     needed_bytes = num_sequences * blocks_per_sequence * CPU_BLOCK_SIZE * token_bytes
     return min(max(SMALLEST_CPU_CACHE, needed_bytes), largest_cpu_kv_cache())
@@ -259,7 +260,7 @@ class EngineOptions(Section):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        # The Ray actor that imports the user's file has another working directory, so the path must be absolute
+        # The Ray actor that imports the user's file has another working directory, so make the path absolute
         object.__setattr__(self, "engine", absolute(self.engine))
         if self.engine_python:
             # Make the path absolute without following links. The Python of a virtual environment is a link to another
@@ -268,7 +269,7 @@ class EngineOptions(Section):
         for name, value in self.further_options.items():
             reason = REFUSED_ENGINE_OPTIONS.get(name)
             is_default = str(value).lower() == HARMLESS_ENGINE_OPTIONS.get(name)
-            # vLLM's default `auto` means `generate` for these models
+            # For these models, vLLM's default `auto` means `generate`
             is_generation = name == "runner" and value == "generate"
             refuse(
                 reason is not None and not is_default and not is_generation,
@@ -324,7 +325,7 @@ class EngineConfig(EngineOptions):
             max_sequences = self._max_sequences_of_device(settings)
         if settings.samples_in_flight:
             max_sequences = min(max_sequences, settings.samples_in_flight)
-        # An engine must have room for a whole group, because groups are not divided among engines
+        # Groups are not divided among engines, so an engine must have room for a whole group
         return dataclasses.replace(self, max_num_seqs=max(settings.group_size, max_sequences))
 
     def _max_sequences_of_device(self, settings: SharedRunSettings) -> int:

@@ -1,4 +1,4 @@
-"""The weights of an engine that holds a module of torch: copy received tensors into them."""
+"""Copy received tensors into the weights of an engine whose model is a torch module."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -12,12 +12,13 @@ from async_grpo.modeling.policy import named_weights_and_adapters
 
 @torch.no_grad()
 def copy_weights(policy: Any, tensors: Mapping[str, Tensor]) -> set[str]:
-    """Copy the tensors into the weights, or into the adapters, of the same names of a `PolicyModel` or `FlowPolicy`.
+    """Copy tensors into the weights or adapter matrices of the same names, in a `PolicyModel` or `FlowPolicy`.
 
-    All other weights keep their values. The manifest shows that they were not received.
+    Weights without a tensor keep their values. The manifest does not contain them, so the trainer sees that they were
+    not received.
 
     Returns:
-        The names of the tensors that differ, in any bit, from the weights with which the policy computes.
+        The names of the tensors that differ in any bit from the weights with which the policy computes afterwards.
 
     Raises:
         WeightsDidNotLand: A name or a shape is not one of the policy's.

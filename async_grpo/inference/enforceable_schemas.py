@@ -1,10 +1,11 @@
-"""Refuse JSON schemas of which xgrammar would ignore a part, so that an enforced answer fits its schema.
+"""Refuse a JSON schema if xgrammar would ignore a part of it. An enforced answer then always fits its schema.
 
-xgrammar reads one of the keywords `$ref`, `const`, `enum`, `anyOf`, `oneOf`, `allOf` and `type`, and ignores what stands
-beside it. It also ignores `not`, `if` and others, and says nothing. An agent would then get answers that it refuses.
+xgrammar reads only one of the keywords `$ref`, `const`, `enum`, `anyOf`, `oneOf`, `allOf` and `type`, and ignores the
+keywords beside it. It also ignores `not`, `if` and others, without an error. An agent would get answers that do not fit
+its schema.
 
-Two parts are ignored and accepted, because clients write them often and few answers differ: `oneOf` is read as `anyOf`,
-and a look-ahead in a pattern as nothing (pydantic writes one for `Decimal`).
+Two parts are accepted although xgrammar does not enforce them, because clients use them often and they matter for few
+answers. `oneOf` is enforced as `anyOf`. A look-ahead in a pattern is dropped (pydantic writes one for `Decimal`).
 """
 
 import copy
@@ -15,10 +16,11 @@ from typing import Any
 from async_grpo.errors import RequestRefused
 from async_grpo.inference.schema_parts import schemas_in, target_of, types_of
 
-# Keywords in the order in which xgrammar looks for them. It reads the first one, and of the others only those of BY_TYPE
+# Keywords in the order in which xgrammar looks for them. It reads the first of these that the schema has, and beside it
+# only the keywords in BY_TYPE
 READ_FIRST = ("$ref", "const", "enum", "anyOf", "oneOf", "allOf", "type")
 NUMBER_KEYWORDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
-# Keywords that xgrammar enforces beside a type
+# For each type, the keywords that xgrammar enforces together with it
 BY_TYPE = {
     "string": ("pattern", "format", "minLength", "maxLength"),
     "integer": NUMBER_KEYWORDS,
@@ -35,7 +37,7 @@ BY_TYPE = {
         "unevaluatedProperties",
     ),
 }
-# Keywords that xgrammar never enforces, with the types that they concern; () for all types
+# Keywords that xgrammar never enforces, with the types whose values they restrict; () means all types
 NEVER_ENFORCED: dict[str, tuple[str, ...]] = {
     "not": (),
     "if": (),
@@ -49,7 +51,7 @@ NEVER_ENFORCED: dict[str, tuple[str, ...]] = {
     "dependentSchemas": ("object",),
     "dependencies": ("object",),
 }
-# Values with which a keyword requires nothing
+# For each keyword, the value with which it restricts nothing
 REQUIRES_NOTHING = {
     "uniqueItems": False,
     "minLength": 0,
@@ -60,13 +62,13 @@ REQUIRES_NOTHING = {
     "unevaluatedProperties": True,
     "unevaluatedItems": True,
 }
-# xgrammar cannot compile every pattern that repeats something more often than 128 times
+# xgrammar cannot compile some patterns that repeat a part more than 128 times. This limit leaves a margin
 MAX_REPEATS = 100
 # A character of a string that needs no escape
 CHARACTER = r'[^"\\\x00-\x1f]'
-# Its length is limited, because many beginnings without an end would take quadratic time
+# The length is limited, because a text with many "[^" and no "]" would otherwise take quadratic time
 NEGATED_CLASS = re.compile(r"\[\^(?:\\.|[^\]\\]){0,200}\]")
-# Characters that JSON escapes. xgrammar would let the policy write them as they are
+# Characters that JSON must escape. In a pattern, xgrammar would let the policy write them without the escape
 ESCAPED_IN_JSON = re.compile(r'["\x00-\x1f]|\\(?:[\\nrtfv0]|x[01]|u00[01])')
 TYPE_OF_VALUE = {
     str: "string",
@@ -85,7 +87,7 @@ def refuse_ignored_keywords(schema: Mapping[str, Any]) -> None:
         RequestRefused: The message names the keyword and its place.
     """
     for path, part in schemas_in(schema):
-        # Names of properties are strings, so that this schema needs no type
+        # Names of properties are always strings, so this schema needs no type
         is_of_names = path.endswith("/propertyNames")
         for keyword in () if is_of_names else _ignored_keywords(part):
             _refuse(path, _why_ignored(keyword, part))
@@ -99,7 +101,7 @@ def refuse_ignored_keywords(schema: Mapping[str, Any]) -> None:
 
 
 def _ignored_keywords(schema: Mapping[str, Any]) -> list[str]:
-    """Return the keywords that restrict answers, and that xgrammar ignores."""
+    """Return the keywords of a schema that restrict answers but that xgrammar ignores."""
     types = types_of(schema)
     enforced = _enforced_keywords(schema)
     ignored = []
@@ -108,7 +110,7 @@ def _ignored_keywords(schema: Mapping[str, Any]) -> list[str]:
         has_meaning = keyword in READ_FIRST or keyword in NEVER_ENFORCED or bool(concerned_types)
         if not has_meaning or keyword in enforced:
             continue
-        # A keyword of other types than those of the schema restricts nothing
+        # The keyword restricts only values of other types than the schema's, so ignoring it changes nothing
         if types and concerned_types and not set(types) & set(concerned_types):
             continue
         if keyword in REQUIRES_NOTHING and REQUIRES_NOTHING[keyword] == value:
@@ -146,7 +148,7 @@ def _first_read(schema: Mapping[str, Any]) -> str:
 
 
 def _implies_type(schema: Mapping[str, Any], keyword: str) -> bool:
-    """Return whether all that a keyword allows has a type that the schema names beside it."""
+    """Return whether all values that a keyword allows have a type that the schema names beside it."""
     types = types_of(schema)
     if keyword == "const":
         return _type_of(schema["const"]) in types
@@ -163,7 +165,7 @@ def _type_of(value: Any) -> str:
 
 
 def _refuse_pattern(path: str, schema: Mapping[str, Any]) -> None:
-    """Refuse patterns that match what is no JSON."""
+    """Refuse a pattern that matches characters that JSON must escape."""
     pattern = schema.get("pattern")
     if isinstance(pattern, str) and ESCAPED_IN_JSON.search(NEGATED_CLASS.sub("", pattern)):
         _refuse(path, "its pattern has a quote, a backslash or a control character, which JSON escapes")
@@ -172,13 +174,14 @@ def _refuse_pattern(path: str, schema: Mapping[str, Any]) -> None:
 def refuse_without_answers(schema: Mapping[str, Any]) -> None:
     """Refuse a schema with a part that no finite answer fits, such as a definition that only refers to itself.
 
-    The policy could come to a place where no token is allowed, or its answer would have no end.
+    Otherwise the policy could come to a place where no token is allowed, or its answer would never end.
 
     Raises:
-        RequestRefused: The message names the place. Also for a reference that xgrammar would ignore.
+        RequestRefused: There is such a part, and the message names it; or xgrammar would ignore a reference.
     """
     parts = _with_targets(schema)
-    # A schema has an answer if the schemas that it needs have one. Each round finds more of them
+    # A schema has an answer if the schemas that it requires have one. Each round of the loop finds further schemas with
+    # an answer
     answerable: set[int] = set()
     num_before = -1
     while num_before < len(answerable):
@@ -188,7 +191,7 @@ def refuse_without_answers(schema: Mapping[str, Any]) -> None:
                 answerable.add(id(part))
     paths = [path for path, part in parts.items() if id(part) not in answerable]
     if paths:
-        # The longest path, because the schemas around it have no answer for its sake
+        # Name the longest path. The schemas around it have no answer only because this one has none
         _refuse(max(paths, key=len), "no finite answer fits it")
 
 
@@ -207,7 +210,7 @@ def _with_targets(root: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
             continue
         if reference != "#" and not reference.startswith("#/"):
             _refuse(path, f"it refers to another document or to an anchor, {reference[:100]!r}")
-        # A target may stand in a place of which this module does not know that it holds schemas
+        # The target may be in a place where this module expects no schemas, so add its path separately
         target_path = reference.removeprefix("#")
         if target_path not in parts:
             for inner_path, inner_part in schemas_in(target_of(root, reference), target_path):
@@ -256,7 +259,7 @@ def _has_answer_of(type_name: str, schema: Mapping[str, Any], answerable: set[in
 
 
 def _is_known(schema: Any, answerable: set[int]) -> bool:
-    # `true`, and what is no schema, need no answer of their own; xgrammar refuses `false`
+    # `true` allows every answer, and anything that is not an object is no schema; xgrammar itself refuses `false`
     return not isinstance(schema, dict) or id(schema) in answerable
 
 
@@ -281,7 +284,10 @@ def with_lengths_as_patterns(schema: dict[str, Any]) -> dict[str, Any]:
 
 
 def _pattern_of_lengths(schema: Mapping[str, Any]) -> str | None:
-    """Return a pattern for the lengths of a string; None if the schema gives none, or xgrammar must judge them."""
+    """Return a pattern for the lengths of a string.
+
+    It is None if the schema has no lengths, or if a pattern cannot express them, so that xgrammar has to enforce them.
+    """
     lengths = [schema[keyword] for keyword in ("minLength", "maxLength") if keyword in schema]
     if "string" not in types_of(schema) or not lengths:
         return None

@@ -50,11 +50,11 @@ def engine_arguments(options: EngineConfig, settings: SharedRunSettings, extensi
     """
     arguments: dict[str, Any] = {
         "model": options.model_path,
-        # The engine reads and returns token ids, and the worker decodes finished completions. So it only needs a
-        # tokenizer to enforce grammars, and that of transformers, which the worker also uses
+        # The engine reads and returns token ids, and the worker decodes completions. So the engine needs a tokenizer
+        # only for grammars. It then uses the one of transformers, like the worker
         "skip_tokenizer_init": not settings.has_grammars,
         "tokenizer_mode": "hf",
-        # No other backend, because the worker finds out which tokens were allowed with xgrammar
+        # Allow no other backend: the worker recomputes the allowed tokens with xgrammar
         "structured_outputs_config": {"backend": "xgrammar"},
         "dtype": settings.dtype,
         "max_model_len": settings.max_total_tokens,
@@ -63,14 +63,14 @@ def engine_arguments(options: EngineConfig, settings: SharedRunSettings, extensi
         "gpu_memory_utilization": options.gpu_memory_utilization,
         "enable_prefix_caching": options.enable_prefix_caching,
         "enforce_eager": is_eager(options, has_gpu=torch.cuda.is_available()),
-        # Log-probs at the sampling temperature, like those that the trainer computes
+        # Return log-probs at the sampling temperature, which the trainer also computes
         "logprobs_mode": "processed_logprobs",
         "seed": settings.seed,
         "weight_transfer_config": WeightTransferConfig(get_transport(settings.transport).engine_backend),
         "worker_extension_cls": extension,
         "hf_overrides": {"head_dtype": "float32"} if settings.float32_head else {},
         "enable_log_requests": False,
-        # Always set, because without a value transformers may ask on the terminal whether to run a model's code
+        # Set a value explicitly: without one, transformers may ask on the terminal whether to run a model's code
         "trust_remote_code": False,
     }
     if settings.unsampled_token_ids:
@@ -94,7 +94,7 @@ def engine_arguments(options: EngineConfig, settings: SharedRunSettings, extensi
         problem = _problem_with(name, arguments, settings)
         if problem:
             raise ConfigurationError(f"--engine-options {name}={value}: {problem}")
-    # Only safetensors files are loaded unless the user names another format, because loading a pickle can run code
+    # By default load only safetensors files, because loading a pickle can run code
     further_options = {"load_format": "safetensors", **options.further_options}
     return AsyncEngineArgs(**arguments, **further_options)
 
@@ -124,7 +124,7 @@ def _problem_with(name: str, arguments: Mapping[str, Any], settings: SharedRunSe
     """Return the reason why `--engine-options` must not contain this argument, or "" if it may."""
     engine_names = sorted(field.name for field in dataclasses.fields(AsyncEngineArgs))
     if name in REFUSED_ENGINE_OPTIONS:
-        # `EngineOptions` has already checked these arguments, and accepts only their default values
+        # `EngineOptions` has already checked these arguments, and has accepted only their default values
         return ""
     if name in arguments:
         return f"the run sets {name} itself, from its other options; leave it out"

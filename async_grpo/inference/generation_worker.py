@@ -91,13 +91,13 @@ class GenerationWorker:
         self.paused_s = 0.0  # seconds that weight updates held requests, since the last call of `progress`
         self.peak_gpu_bytes = 0  # peak memory of the engine's GPUs until the last update; 0 on the CPU
         self._num_starts = 0  # number of times that a restarted trainer has taken over this engine
-        self._broken_reason: str | None = None  # why the engine takes no more requests; None if it takes them
+        self._broken_reason: str | None = None  # why the engine refuses all requests; None if it accepts them
         self._requests = RequestTimes()
         self._watch = StallWatch(timeline, self._requests)
         self._adapter = served_lora(settings)
         self._received = ReceivedWeights(engine, self._adapter)
         self._grammar_replay = GrammarReplay(engine, tokenizer)
-        # Locked from `pause`, or `sleep`, to `resume`
+        # Locked while weights change: from `pause` (or `sleep`) to `resume`
         self._update_lock = asyncio.Lock()
         self._paused_at = 0.0
         self._is_update_finished = True
@@ -111,7 +111,7 @@ class GenerationWorker:
         timeline = TokenTimeline()
         engine = AsyncLLM.from_engine_args(
             engine_arguments(options, settings, cls.worker_extension),
-            # Use vLLM's defaults for batches of prompts. They allow larger prefills than those for a chat server
+            # Use vLLM's defaults for offline batches. They allow larger prefills than the defaults for a chat server
             usage_context=UsageContext.LLM_CLASS,
             stat_loggers=[lambda *_: timeline],
         )
@@ -195,9 +195,9 @@ class GenerationWorker:
 
     async def _complete(self, request: EngineRequest, images: ImageRequest | None) -> Completion:
         self._refuse_if_not_ready()
-        # The salt of vLLM's prefix cache names the weights, so that no request reuses a prefix that other weights
-        # computed. While weights change, the request waits for the lock. `tokens_input` is vLLM's own form of a prompt:
-        # vLLM would convert other forms in a thread, and the weights could change meanwhile
+        # The salt names the weights: vLLM must not reuse a cached prefix that other weights computed. The lock keeps
+        # the weights from changing meanwhile. `tokens_input` is vLLM's internal form of a prompt. Other forms are
+        # converted in a thread, during which the weights could change
         async with self._update_lock:
             salt = f"{self._num_starts}/{self.policy_version}"
             if images is None:
@@ -205,7 +205,7 @@ class GenerationWorker:
             else:
                 prompt = images.input(request.first_tokens.token_ids.tolist(), salt)
         if self._requests.num_unfinished == 0:
-            # The engine was idle until now, so the time without tokens is not a stall
+            # The engine was idle until now, so count its silence from here
             self.timeline.last_progress = time.monotonic()
         with self._requests.measure(request.name):
             final = await self._last_output(prompt, request.params, request.name)
@@ -250,9 +250,9 @@ class GenerationWorker:
         return outputs[-1]
 
     async def update(self, version: int, chunks: Sequence[memoryview]) -> Manifest:
-        """Pause requests, load the weights in `chunks` (safetensors images), and return a record of each tensor.
+        """Pause requests, load the weights in `chunks` (bytes of safetensors files), and return a record of each tensor.
 
-        If the update fails, the engine holds a mixture of two policies, and refuses all further requests.
+        If the update fails, the engine has a mixture of two policies, and refuses all further requests.
         """
         with self._watch.working_for_trainer():
             await self.pause(version)
@@ -271,13 +271,13 @@ class GenerationWorker:
         """Prepare to serve a restarted trainer, and return whether this engine can. See `protocols.Engine`."""
         if self._broken_reason or self.engine.errored or self._update_lock.locked():
             return False
-        # The new trainer reuses version numbers for other weights. A new salt prevents the use of old cached prefixes
+        # The new trainer reuses version numbers for other weights. A new salt keeps old cached prefixes from being used
         self._num_starts += 1
         self._received.begin_anew()
         self.policy_version = UNSYNCED
         return True
 
-    # The steps of an update. `update` calls them in order. The NCCL transport calls them one by one through `Engines`.
+    # The steps of an update. `update` calls them in order. With the NCCL transport, the trainer calls them one by one
 
     async def init_weight_transfer(self, init_info: dict[str, Any]) -> None:
         """Join a transfer group. The engine first leaves its earlier group, which would otherwise stay open."""
@@ -322,16 +322,16 @@ class GenerationWorker:
         await self.engine.finish_weight_update(weight_version=str(self.policy_version))
         await self._received.put_adapter_in_place()
         if self.settings.unsampled_token_ids:
-            # vLLM keeps the features of images by their digest, also those that the old weights computed
+            # vLLM caches the features of images, which the old weights computed
             await self.engine.reset_encoder_cache()
         self._is_update_finished = True
 
     async def resume(self, version: int) -> None:
-        """Continue the requests that `pause` held. If the update did not finish, these requests fail."""
+        """Continue the requests that `pause` has stopped. If the update did not finish, these requests fail."""
         if not self._is_update_finished:
             self._broken_reason = f"its update to policy version {version} did not finish"
         try:
-            # Only now, because an update may need memory of its own
+            # Allocate the KV cache only now, because the update may have needed that memory
             await self._sleep_mode.wake_cache()
             await self.engine.resume_generation()
         finally:

@@ -1,6 +1,6 @@
-"""`GrammarReplay`: which tokens a grammar allowed at each position of a finished completion.
+"""`GrammarReplay`: finds out which tokens a grammar allowed at each position of a finished completion.
 
-vLLM does not report it. So the worker replays the sampled tokens through the same grammar, with vLLM's own classes.
+vLLM does not report them. So the worker replays the sampled tokens through the same grammar, with vLLM's own classes.
 """
 
 import asyncio
@@ -20,7 +20,8 @@ from async_grpo.allowed_tokens import ALL_TOKENS, AllowedTokens, packed_mask
 from async_grpo.errors import RequestRefused
 from async_grpo.inference.requests import EngineRequest
 
-# Limit for the masks of one completion. Grammars of JSON visit few states, so that a completion needs some kilobytes
+# Limit for the masks of one completion. The masks of a JSON grammar usually take some kilobytes, because it visits few
+# states
 MAX_MASK_BYTES = 16 * 2**20
 
 
@@ -42,7 +43,7 @@ class GrammarReplay:
 
         Raises:
             RequestRefused: The engine could not compile the grammar, or the masks need too much memory.
-            RuntimeError: The grammar does not allow a sampled token, so that it is not the one that the engine used.
+            RuntimeError: The grammar does not allow a sampled token, so the engine must have used another grammar.
         """
         if not request.has_grammar:
             return None
@@ -63,13 +64,13 @@ class GrammarReplay:
             stop_token_ids=self._stop_token_ids(params),
         )
         row = self._backend.allocate_token_bitmask(1)
-        bits = row.numpy()[0]  # the same memory
+        bits = row.numpy()[0]  # a view of the same memory
         indices = np.full(len(token_ids), ALL_TOKENS, np.int32)
         places: dict[bytes, int] = {}  # digest of a mask -> its place in `masks`
         masks: list[bytes] = []
         num_bytes = 0
         for position, token_id in enumerate(token_ids):
-            # After its end a grammar allows all tokens
+            # After its end, a grammar allows all tokens
             if grammar.is_terminated():
                 break
             grammar.fill_bitmask(row, 0)
@@ -86,7 +87,10 @@ class GrammarReplay:
         return AllowedTokens(indices, tuple(masks))
 
     def _stop_token_ids(self, params: SamplingParams) -> set[int]:
-        """Return all tokens that end the completion. vLLM adds those of the tokenizer and of the generation config."""
+        """Return all tokens that end the completion.
+
+        vLLM adds the end tokens of the tokenizer and of the generation config.
+        """
         completed_params = params.clone()
         completed_params.update_from_generation_config(
             self._engine.model_config.try_get_generation_config(),
@@ -96,7 +100,7 @@ class GrammarReplay:
 
 
 def refuse_grammar(params: SamplingParams, error: Exception) -> None:
-    """Refuse a request if an error is vLLM's objection to its grammar.
+    """Refuse a request if the error says that vLLM does not accept its grammar.
 
     Raises:
         RequestRefused: The request has a grammar, and vLLM found its parameters invalid.

@@ -1,7 +1,7 @@
-"""Prompts with images for vLLM: their images, and the proof that vLLM expands them to the trainer's token ids.
+"""Prompts with images for vLLM, and the check that vLLM expands them to the trainer's token ids.
 
-vLLM gets a single placeholder for each image, and expands it by its own copy of the model's processor. With the
-expanded ids it would expand them a second time.
+vLLM gets one placeholder token for each image, and expands it with its own copy of the model's processor. If it got the
+expanded token ids, it would expand them a second time.
 """
 
 import asyncio
@@ -38,11 +38,12 @@ def image_arguments(settings: SharedRunSettings) -> dict[str, Any]:
             "of torchvision that belongs to the engine's torch (docs/images.md)"
         ) from error
     return {
-        # vLLM expands the placeholders of images by the model's processor, which needs the tokenizer
+        # To expand the placeholders, vLLM uses the model's processor, which needs the tokenizer
         "skip_tokenizer_init": False,
-        # Without images, vLLM would not load the vision tower, whose weights every update sends
+        # With a limit of 0 images, vLLM would not load the vision tower. But every weight update contains the tower's
+        # weights
         "limit_mm_per_prompt": {"image": max(1, settings.most_images), "video": 0},
-        # The cache would hold the images a second time: each is processed once per group, and shared by its members
+        # No cache is needed, because each image is processed once per group and shared by all members
         "mm_processor_cache_gb": 0,
     }
 
@@ -198,5 +199,5 @@ def without_tokens(
         grammar_bytes = unpacked_mask(grammar_mask, vocab_size)
         grammar_bits[: len(grammar_bytes)] = grammar_bytes
         masks.append(packed_mask(grammar_bits & mask))
-    # ALL_TOKENS, which is -1, becomes the index of the first mask
+    # Shift the indices: ALL_TOKENS, which is -1, becomes 0, the index of the first mask
     return AllowedTokens(allowed.indices + np.int32(1), tuple(masks))

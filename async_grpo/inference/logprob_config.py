@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from async_grpo.algorithm.teacher_config import SELF_TEACHER_ROLE, TEACHER_ROLE, teacher_kind
 from async_grpo.options.fields import NOT_NEGATIVE, POSITIVE, Section, option, refuse
 
-# Roles of workers that keep the weights that they start with
+# Roles of workers whose weights stay as they were loaded
 FROZEN_ROLES = ("reference", TEACHER_ROLE)
 
 
@@ -45,5 +45,5 @@ class LogprobConfig(Section):
 
     @property
     def logprob_kind(self) -> str:
-        """Return the kind of the worker, by which the run knows what it computes."""
+        """Return the kind under which the worker registers with the run, such as "reference" or "teacher:NAME"."""
         return teacher_kind(self.teacher_name) if self.role == TEACHER_ROLE else self.role

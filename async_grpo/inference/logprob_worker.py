@@ -36,9 +36,9 @@ from async_grpo.weights.package import unpack
 
 
 class _Request:
-    """A sequence (L,) in the queue. `answer` will hold the log-probs of its completion.
+    """A sequence (L,) in the queue. `answer` will contain the log-probs of its completion.
 
-    They are (T,), or with `num_top` ids and log-probs (T, 2, 1 + num_top).
+    The answer has shape (T,). With `num_top`, it contains ids and log-probs, in shape (T, 2, 1 + num_top).
     """
 
     def __init__(
@@ -164,8 +164,9 @@ class LogprobWorker:
         """Compute the log-probs of completions, and of the k most probable tokens at each of their positions.
 
         Returns:
-            Ids and log-probs (T, 2, 1 + k) float32 of each sequence's tokens after the prompt: of the token itself, and of
-            the most probable tokens. Ids are exact in float32 below 2^24.
+            For each sequence an array (T, 2, 1 + k) float32 over its T tokens after the prompt. Index 0 of the second
+            axis has token ids, and index 1 their log-probs. The first of the 1 + k entries is the completion's own
+            token, the others are the k most probable ones. Ids are exact in float32 below 2^24.
 
         Raises:
             ConfigurationError: A sequence is longer than the token budget of a forward pass.
@@ -222,11 +223,17 @@ class LogprobWorker:
         return True
 
     async def until_failure(self) -> str:
-        """Wait forever, because the callers of failed requests get the errors. See `Engine`."""
+        """Wait forever: this worker does not fail as a whole, because callers get the errors of their requests.
+
+        See `Engine`.
+        """
         return await asyncio.get_running_loop().create_future()
 
     def close(self) -> None:
-        """Fail all requests and accept no more. A running forward pass ends in its thread; its result is dropped."""
+        """Fail all requests and accept no more.
+
+        If a forward pass is running in the thread, it ends, and its result is dropped.
+        """
         self._is_closed = True
         if self._serving is not None:
             self._serving.cancel()
@@ -333,8 +340,8 @@ class LogprobWorker:
 def _load_policy(config: Any, settings: SharedRunSettings) -> PolicyModel:
     """Load the model. If the trainer sends the run's LoRA adapter separately from the weights, add the adapter.
 
-    A reference worker has no adapter, because the reference of an adapter is the model without it. A frozen teacher has
-    none either.
+    Reference workers and frozen teachers get no adapter. The reference of a policy with an adapter is the model without
+    it.
     """
     model = load_causal_lm(config.model_path, settings.dtype)
     lora = settings.lora

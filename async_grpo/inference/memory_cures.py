@@ -1,9 +1,10 @@
-"""Which options to change if an engine or a logprob worker runs out of memory."""
+"""Advice for an engine or a logprob worker that runs out of memory: names the options that help."""
 
 from async_grpo.inference.config import CPU_CACHE_VARIABLE, EngineConfig
 from async_grpo.processes.out_of_memory import message, reason_in_log, reason_of
 
-# The KV cache is reserved when the engine starts. A step needs memory beside it, which grows with its sequences
+# The KV cache is reserved when the engine starts. Each step needs further memory, which grows with the number of
+# sequences
 STEP_CURE = (
     "lower --max-num-seqs, or lower --gpu-memory-utilization, which leaves less to the KV cache and more to the steps; "
     "--enforce-eager does without CUDA graphs"
@@ -16,7 +17,7 @@ SLEEP_CURE = "use --engine-sleep 2, which drops the weights, or a machine with m
 
 
 def engine_start_cure(options: EngineConfig, *, has_gpu: bool) -> str:
-    """Return what to change if an engine finds no room for its weights and KV cache when it starts.
+    """Return advice for an engine that starts and has no room for its weights and KV cache.
 
     Args:
         options: The worker's options.
@@ -38,9 +39,9 @@ def engine_start_cure(options: EngineConfig, *, has_gpu: bool) -> str:
 
 
 def lack_in_step(num_requests: int, error: Exception | None = None) -> str:
-    """Return the message of a lack of memory of which an engine died; "" if it died of something else.
+    """Return the error message if a lack of memory ended an engine; "" if the cause was another one.
 
-    vLLM's engine runs in a process of its own. It writes the cause to the log, and its client only learns that it died.
+    vLLM's engine runs in a separate process. It writes the cause to the log, and its client learns only that it died.
 
     Args:
         num_requests: Number of unfinished requests.
@@ -53,7 +54,7 @@ def lack_in_step(num_requests: int, error: Exception | None = None) -> str:
 
 
 def forward_cure(max_tokens: int) -> str:
-    """Return what to change if a forward pass of a logprob worker does not fit.
+    """Return advice for a forward pass of a logprob worker that does not fit into the memory.
 
     Args:
         max_tokens: Maximum number of tokens in one forward pass.

@@ -1,11 +1,11 @@
-"""The host of a process that makes the grammar of a typed answer, and compiles it once before an engine does.
+"""Makes the grammar of a typed answer in a separate process, and compiles it there before an engine does.
 
-The request that it receives, and the answer:
+The request that the process receives, and its answer:
 
     {"call": "grammar", "arguments": [fields of GrammarRequest]}     ->  the grammar, a structural tag of xgrammar
 
-It runs in a process of its own, because a JSON schema may make the compiler crash, or take any time and memory. Then
-only this process ends, and the request is refused. The engine compiles the same grammar with the same library.
+The process is separate, because a JSON schema may make the compiler crash, or take any time and memory. In this case
+only this process ends, and the request is refused. The engine later compiles the same grammar with the same library.
 """
 
 import json
@@ -27,8 +27,8 @@ from async_grpo.rewards.adapter.result import describe, failure
 from async_grpo.rewards.isolation.child import Answers
 from async_grpo.rewards.isolation.lines import Message
 
-# Most white space in a row between two parts of JSON, enough for an indentation. Without a limit, a policy that hesitates
-# before the next part could write white space until the turn's last token
+# Maximum number of white-space characters in a row between two parts of JSON, enough for an indentation. Without a
+# limit, a policy that hesitates could write white space up to the last token of its turn
 MAX_WHITE_SPACE = 40
 # White space that may stand between a thought and the answer
 AFTER_THOUGHT = {"type": "regex", "pattern": "[ \\n]{0,4}"}
@@ -36,14 +36,15 @@ AFTER_THOUGHT = {"type": "regex", "pattern": "[ \\n]{0,4}"}
 
 @dataclass(frozen=True)
 class GrammarRequest:
-    """What a turn of the policy must look like.
+    """The required form of a turn of the policy.
 
     Attributes:
-        schema: JSON text of the schema of an answer; "" if the turn must be calls.
-        tools: JSON schemas of the tools that the turn may call. If there are tools and a schema, it may be either.
+        schema: JSON text of the schema of an answer; "" if the turn must consist of calls.
+        tools: JSON schemas of the tools that the turn may call. With both tools and a schema, the turn may be calls or
+            an answer.
         tool_parser: Name of vLLM's tool parser for the format of the calls; None without tools.
-        has_one_call: Whether the turn must not have more than one call.
-        thought_begin: Text with which a thought begins; "" if the policy has already begun one.
+        has_one_call: Whether the turn may have at most one call.
+        thought_begin: Text with which a thought begins; "" if the prompt has already begun one.
         thought_end: Text with which a thought ends; "" if there is no thought before the answer.
     """
 
@@ -56,7 +57,7 @@ class GrammarRequest:
 
 
 def hosted_grammars(greeting: Message) -> tuple[bool, Callable[[], "GrammarHost"]]:
-    """Return that the host is not async, and a function that makes it (see `isolation.child`)."""
+    """Return (False, maker of the host): the host is not async. `isolation.child` calls this function."""
     logging.disable()
     return False, partial(GrammarHost, **greeting["options"])
 
@@ -121,8 +122,8 @@ class GrammarHost:
                 raise RequestRefused(str(error)) from None
             refuse_ignored_keywords(schema)
             refuse_without_answers(schema)
-            # xgrammar ignores a keyword in some combinations, such as `propertyNames` together with `properties`.
-            # vLLM has a list of these combinations
+            # Some combinations contain a keyword that xgrammar ignores, such as `propertyNames` together with
+            # `properties`. vLLM has a list of these combinations
             if has_xgrammar_unsupported_json_features(schema):
                 raise RequestRefused(
                     "the schema has keywords that cannot be enforced together, such as a pattern and a length, "
@@ -147,13 +148,13 @@ class GrammarHost:
         return grammar
 
     def _calls(self, request: GrammarRequest) -> dict[str, Any]:
-        """Return the format of one or several calls, as the model's family writes them."""
+        """Return the format of one or several calls, in the notation of the model family."""
         from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
         from vllm.tool_parsers.structural_tag_registry import limit_to_single_tool_call
 
         tools = []
         for tool in request.tools:
-            # Without `strict`, the arguments of a call could be any JSON
+            # Without `strict`, the grammar would allow any JSON as arguments of a call
             function = {**tool["function"], "strict": True}
             if isinstance(function.get("parameters"), dict):
                 function["parameters"] = _enforceable_parameters(tool["function"])
@@ -166,7 +167,7 @@ class GrammarHost:
         )
         assert request.tool_parser is not None, "the format of calls is known if there are tools"
         parser_class = self._tool_parsers.get_tool_parser(request.tool_parser)
-        # Some parsers name a format for which vLLM has no structural tag
+        # vLLM has no structural tag for the formats of some parsers
         try:
             tag = parser_class(self._tokenizer, chat_request.tools).get_structural_tag(chat_request)
         except ValueError:
@@ -183,9 +184,9 @@ class GrammarHost:
 
 
 def _enforceable_parameters(function: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the schema of a tool's arguments, for a grammar.
+    """Return the schema of a tool's arguments, without the keywords that a grammar cannot enforce.
 
-    Keywords that a grammar cannot enforce are ignored, because the tool checks its arguments.
+    They can be dropped, because the tool itself checks its arguments.
 
     Raises:
         RequestRefused: Some part of the schema is fulfilled by no finite arguments.
@@ -201,7 +202,7 @@ def _enforceable_parameters(function: Mapping[str, Any]) -> dict[str, Any]:
 def _limit_white_space(value: Any) -> None:
     """Limit the white space in the arguments of calls, in place."""
     if isinstance(value, dict):
-        # The value of `json_schema` is the user's, and describes no format
+        # The value of `json_schema` is a schema that the user wrote. It contains no formats, so do not search it
         if value.get("type") == "json_schema" and "json_schema" in value:
             value["max_whitespace_cnt"] = MAX_WHITE_SPACE
             return
@@ -223,7 +224,7 @@ def _any_of(formats: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _after_thought(request: GrammarRequest, answer: dict[str, Any]) -> dict[str, Any]:
-    """Return the format of an answer that may follow a thought, which may be any text."""
+    """Return the format of an answer that may follow a thought. The thought may be any text."""
     if not request.thought_end:
         return answer
     thought: dict[str, Any] = {

@@ -12,7 +12,7 @@ NUM_NAMES = 5  # maximum number of names in an error message
 
 
 class ReceivedWeights:
-    """The weights that an engine has received: all weights of the model, or an adapter beside a base that stays.
+    """The weights that an engine has received: all weights of the model, or only an adapter.
 
     Args:
         engine: The engine.
@@ -27,10 +27,10 @@ class ReceivedWeights:
         self.is_ready = adapter is None
 
     async def begin(self) -> None:
-        """Prepare the engine's processes for the adapter, and note their weights, which from now on must not change.
+        """Prepare the engine's processes for the adapter, and record the base weights, which must not change from now on.
 
         Raises:
-            ConfigurationError: The engine has no layer for a module that the adapter adapts.
+            ConfigurationError: The engine has no layer for a module that the adapter changes.
         """
         if self._adapter is None:
             return
@@ -46,7 +46,10 @@ class ReceivedWeights:
         self.read_back.begin(await self._engine.collective_rpc("fingerprints"))
 
     def begin_anew(self) -> None:
-        """Serve no requests with the adapter of an earlier trainer. The first update of the next one brings another."""
+        """Forget the adapter of an earlier trainer.
+
+        The engine serves no requests until the first update brings the adapter of the new trainer.
+        """
         self.is_ready = self._adapter is None
 
     async def put_adapter_in_place(self) -> None:

@@ -56,12 +56,12 @@ class TokenTimeline(StatLoggerBase):
 
 
 def tokens_of(output: CompletionOutput) -> Tokens:
-    """Return a copy of an output's tokens. The output of an unfinished request itself would continue to grow."""
+    """Return a copy of an output's tokens. The original lists grow as long as the request is unfinished."""
     token_ids = np.array(output.token_ids, np.int32)
     flat_logprobs = output.logprobs
     assert isinstance(flat_logprobs, FlatLogprobs), type(flat_logprobs)
     assert len(flat_logprobs) == len(token_ids), (len(flat_logprobs), len(token_ids))
-    # vLLM lists several log-probs per position, with the sampled token's first
+    # vLLM lists several log-probs per position. The first one belongs to the sampled token
     logprobs = np.array(flat_logprobs.logprobs, np.float32)[flat_logprobs.start_indices]
 
     versions = np.full(len(token_ids), UNSYNCED, np.int32)
@@ -114,8 +114,8 @@ class EngineRequest:
         structured_outputs = None
         if sampling.grammar:
             structured_outputs = StructuredOutputsParams(structural_tag=sampling.grammar)
-            # vLLM begins the grammar with the first token that it samples, so the completion starts again from its
-            # beginning. The seed makes the same draws
+            # Start again from the beginning, because vLLM applies a grammar from the first token that it samples. With
+            # the same seed, the same tokens are drawn again
             first_tokens = NO_TOKENS
         room = settings.max_total_tokens - len(prompt)
         if room < 1:
@@ -133,23 +133,23 @@ class EngineRequest:
             min_p=truncation.min_p,
             seed=seed,
             max_tokens=max_tokens - len(first_tokens),
-            # Replays the random draws of the known tokens, so that the seed continues where the lost engine stopped
+            # Repeat the random draws of the known tokens, so that the seed continues where the lost engine stopped
             extra_args={DRAWN: len(first_tokens)} if len(first_tokens) else None,
             stop_token_ids=list(settings.stop_token_ids),
             stop=list(sampling.stop) or None,
-            # The completion's tokens include the stop text, so the completion's text must include it as well
+            # The completion's tokens include the stop text, so its text must include it, too
             include_stop_str_in_output=True,
             detokenize=bool(sampling.stop),
-            # Keeps special tokens in the text, because a stop text may spell one
+            # Keep special tokens in the text, because a stop text may be the text of one
             skip_special_tokens=False,
             # 0 requests only the log-probs of sampled tokens. Flat means lists instead of one dictionary per token
             logprobs=0,
             flat_logprobs=True,
-            # vLLM need not copy the parameters, because nothing changes them
+            # Nothing changes these parameters, so vLLM need not copy them
             skip_clone=True,
             output_kind=RequestOutputKind.FINAL_ONLY,
             structured_outputs=structured_outputs,
-            # An engine would take a sampled placeholder for an image that the request does not have
+            # Never sample a placeholder for an image: an engine would look for an image that the request does not have
             logit_bias=dict.fromkeys(settings.unsampled_token_ids, -math.inf) or None,
         )
         token_ids = [*prompt.tolist(), *first_tokens.token_ids.tolist()]
@@ -190,7 +190,8 @@ class RequestTimes:
     """The time intervals (Unix time) during which an engine worked on each of its requests."""
 
     def __init__(self) -> None:
-        self._begin_by_name: dict[str, float] = {}  # request id -> begin of an unfinished request
+        # Request id -> Unix time at which an unfinished request began
+        self._begin_by_name: dict[str, float] = {}
         self._finished: list[tuple[float, float]] = []
 
     @property

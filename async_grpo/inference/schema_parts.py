@@ -18,7 +18,7 @@ NAMED_SCHEMAS = ("properties", "patternProperties", "$defs", "definitions")
 def schemas_in(schema: Any, path: str = "") -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield a schema and all schemas inside it that are objects, each with its path (a JSON pointer without `#`).
 
-    Values that only look like schemas, for example those of `enum`, are left out.
+    Values that only look like schemas are left out, for example the values in `enum`.
 
     >>> [path for path, _ in schemas_in({"type": "array", "items": {"enum": [{"type": 1}]}})]
     ['', '/items']
@@ -39,7 +39,7 @@ def schemas_in(schema: Any, path: str = "") -> Iterator[tuple[str, dict[str, Any
 
 
 def types_of(schema: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return the types that a schema names, or that its keywords mean without a name; () if any type will do.
+    """Return the types that a schema names or that its keywords imply; () if it allows all types.
 
     >>> types_of({"properties": {}})
     ('object',)
@@ -49,7 +49,7 @@ def types_of(schema: Mapping[str, Any]) -> tuple[str, ...]:
         return (types,)
     if isinstance(types, list):
         return tuple(str(name) for name in types)
-    # Without a type, xgrammar reads these as if there were one
+    # Without a type, xgrammar treats these keywords as if the type of objects stood beside them
     if "properties" in schema or "additionalProperties" in schema:
         return ("object",)
     if "items" in schema or "prefixItems" in schema:

@@ -1,4 +1,4 @@
-"""Serve the policy's adapter (LoRA): the engine's arguments, and what it refuses when it starts."""
+"""The arguments with which vLLM serves the policy's adapter (LoRA), and checks of adapters that it cannot serve."""
 
 import logging
 from typing import Any
@@ -15,8 +15,8 @@ from async_grpo.modeling.load import load_config
 log = logging.getLogger(__name__)
 # Modules that vLLM 0.32 can adapt only in some models, and the head only if it is not tied to the embedding
 EMBEDDINGS = ("embed_tokens", "lm_head")
-# Fields of a model's configuration with its number of experts (MoE). For such models, vLLM 0.32 chooses kernels written in
-# Triton once it serves adapters, also on a CPU, where the first request ends the engine
+# Fields of a model's configuration with its number of experts (MoE). If such a model serves adapters, vLLM 0.32 uses
+# kernels written in Triton even on a CPU, where the first request then ends the engine
 NUMBERS_OF_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 MERGE_INSTEAD = "; with --lora-sync merged, engines receive whole weights and serve every adapter"
 # Every request of the policy names this adapter. The path is never read, because the adapter's tensors arrive by weight
@@ -62,6 +62,6 @@ def lora_arguments(options: EngineConfig, adapter: LoraSettings) -> dict[str, An
         "enable_lora": True,
         "max_loras": 1,
         "max_lora_rank": min(rank for rank in LORA_RANKS if rank >= adapter.rank),
-        # vLLM prepares only layers with these names for an adapter, because an adapter that is zero costs time as well
+        # vLLM prepares only layers with these names for an adapter. Preparing more would cost time at each step
         "lora_target_modules": names,
     }

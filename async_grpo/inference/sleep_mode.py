@@ -1,13 +1,13 @@
-"""`SleepMode`: release an engine's memory of the GPU while the trainer computes, by vLLM's own sleep mode."""
+"""`SleepMode`: release an engine's GPU memory while the trainer computes, by vLLM's own sleep mode."""
 
 from vllm.v1.engine.async_llm import AsyncLLM
 
 
 class SleepMode:
-    """The sleep of one engine. Its weights and its KV cache wake one after the other.
+    """The sleep of one engine. First its weights wake, then its KV cache.
 
-    While an engine sleeps, vLLM schedules no request, and the memory has no content: the KV cache is empty, and at level 2
-    the weights are undefined until they are sent again. Buffers of the model keep their values.
+    While an engine sleeps, vLLM schedules no request. The KV cache is empty, and at level 2 the weights are undefined
+    until they are sent again. Buffers of the model keep their values.
     """
 
     def __init__(self, engine: AsyncLLM) -> None:

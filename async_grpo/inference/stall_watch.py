@@ -1,4 +1,4 @@
-"""`StallWatch`: how long an engine that has work has made no progress (`--engine-stall-s`)."""
+"""`StallWatch`: measures for how long an engine with unfinished work has made no progress (`--engine-stall-s`)."""
 
 import time
 from collections.abc import Iterator
@@ -8,10 +8,10 @@ from async_grpo.inference.requests import RequestTimes, TokenTimeline
 
 
 class StallWatch:
-    """Measures the silence of one engine.
+    """Measures the time since an engine's last progress.
 
     Args:
-        timeline: Notes each progress of the engine.
+        timeline: Records each progress of the engine.
         requests: The engine's requests.
     """
 
@@ -22,7 +22,7 @@ class StallWatch:
 
     @contextmanager
     def working_for_trainer(self) -> Iterator[None]:
-        """Count the block as work of the engine, so that `--engine-stall-s` applies to it as to requests."""
+        """Count the block as work of the engine, so that `--engine-stall-s` applies to it as it does to requests."""
         self._num_trainer_calls += 1
         self._timeline.last_progress = time.monotonic()
         try:
@@ -34,8 +34,8 @@ class StallWatch:
         """Return the seconds since the last progress; 0 if the engine has no work.
 
         Args:
-            is_paused: Whether requests are held, so that they are no work. While the NCCL transport has paused the engine,
-                or while the engine sleeps, it waits for the trainer, which is not a stall.
+            is_paused: Whether the engine's requests are paused, so that they do not count as work. This is the case
+                while the NCCL transport has paused the engine, or while it sleeps: it then waits for the trainer.
         """
         has_requests = self._requests.num_unfinished > 0 and not is_paused
         if not (self._num_trainer_calls or has_requests):

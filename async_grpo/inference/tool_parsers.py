@@ -1,15 +1,15 @@
-"""The host of a process that reads tool calls with vLLM's own parsers (see `environments.call_reader`).
+"""Reads tool calls with vLLM's own parsers, in a separate process (see `environments.call_reader`).
 
-The requests that it receives, and the answers:
+The requests that the process receives, and its answers:
 
     {"call": "choose", "arguments": [probes, tools]}         ->  names of the parsers that read every probe correctly
     {"call": "check", "arguments": [*names]}                 ->  fails if the parsers of these names cannot be used
     {"call": "read", "arguments": [*names, text, tools]}     ->  thought, content and calls of a turn
 
-`names` are those of a tool parser and of a reasoning parser, either of which may be None.
+`names` are the names of a tool parser and of a reasoning parser. Each of them may be None.
 
-It runs in a process of its own, because importing vLLM takes seconds, because a parser may take any time for a text of
-the policy, and because the controller's Python may have no vLLM.
+The process is separate for three reasons: importing vLLM takes seconds, a parser may take any time for a text of the
+policy, and the controller's Python may have no vLLM.
 """
 
 import json
@@ -25,17 +25,17 @@ from async_grpo.rewards.adapter.result import describe, failure
 from async_grpo.rewards.isolation.child import Answers
 from async_grpo.rewards.isolation.lines import Message
 
-# A text, and the calls in it: the name of each, and its arguments
+# A text, and the calls that a parser should find in it: (name, arguments) each
 Probe = tuple[str, Sequence[tuple[str, dict[str, Any]]]]
 
 
-# vLLM's parsers of Llama's formats skip a JSON object that directly follows another one
+# vLLM's parsers of Llama's formats. They skip a JSON object that follows another one without a space
 LLAMA_PARSERS = ("llama3_json", "llama4_json")
 
 
 def hosted_parsers(greeting: Message) -> tuple[bool, Callable[[], "ToolParserHost"]]:
-    """Return that the host is not async, and a function that makes it (see `isolation.child`)."""
-    logging.disable()  # parsers log each text that they cannot read
+    """Return (False, maker of the host): the host is not async. `isolation.child` calls this function."""
+    logging.disable()  # parsers would log each text that they cannot read
     return False, partial(ToolParserHost, **greeting["options"])
 
 
@@ -96,7 +96,7 @@ class ToolParserHost:
         """Raise ConfigurationError if vLLM has no parsers of these names, or they do not fit the model's tokenizer."""
         _check_name("--tool-parser", tool_parser, self._tool_parsers)
         _check_name("--reasoning-parser", reasoning_parser, self._reasoning_parsers)
-        # Parsers refuse a tokenizer that lacks their control tokens, with any exception
+        # A parser refuses a tokenizer that lacks its control tokens. The exception may be of any class
         try:
             self._parser_class(tool_parser, reasoning_parser)(self._tokenizer)
         except Exception as error:
@@ -119,7 +119,8 @@ class ToolParserHost:
 
     def _reads_all(self, name: str, probes: Sequence[Probe], tools: Sequence[Mapping[str, Any]]) -> bool:
         """Return whether a parser finds exactly the calls of each probe."""
-        # Most parsers refuse the tokenizer of another family, with any exception, and some need further packages
+        # Most parsers refuse the tokenizer of another model family, with any class of exception; some need packages
+        # that are not installed
         try:
             parser_class = self._parser_class(name)
             for text, expected_calls in probes:
@@ -134,7 +135,7 @@ class ToolParserHost:
         return True
 
     def _parsed(self, parser_class: Any, text: str, tools: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        """Return thought, content and calls of a text. A parser is made for each text, because it keeps a state."""
+        """Return thought, content and calls of a text. Each text gets a new parser, because a parser keeps a state."""
         from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 
         request = ChatCompletionRequest(

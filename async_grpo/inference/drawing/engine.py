@@ -36,12 +36,12 @@ UNSYNCED = -1  # policy version before the first weights
 
 
 class DrawingEngine:
-    """An `Engine` that draws.
+    """An `Engine` that draws pictures.
 
-    A prompt is one token, the number of a label, or the bytes of a text. A completion has one token for each stochastic
-    denoising step. All
-    pictures in progress take their next step in one forward pass, whatever step that is (continuous batching). New weights
-    are loaded between two passes, so the steps of a picture may have different policy versions.
+    A prompt is the number of a label (one token), or the bytes of a text (one token each). A completion has one token
+    for each stochastic denoising step. All unfinished pictures take their next step in one forward pass, even if they
+    are at different steps (continuous batching). New weights are loaded between two passes, so the steps of a picture
+    may have different policy versions.
 
     Args:
         policy: The policy.
@@ -50,7 +50,8 @@ class DrawingEngine:
         max_pictures: Number of pictures that are drawn at once. Others wait.
     """
 
-    # The registry of workers reads this as the room for tokens. This engine is only limited by its number of pictures
+    # The registry of workers requires a number of tokens for which there is room. This engine is limited only by its
+    # number of pictures, so the number is just large
     kv_cache_tokens = 1 << 20
 
     def __init__(
@@ -113,8 +114,8 @@ class DrawingEngine:
     ) -> AsyncGenerator[Completion]:
         """Yield the finished pictures. See `protocols.Engine`.
 
-        At the temperature 0, pictures are drawn by the ODE, from noise that depends on the seed. `Sampling.max_tokens` is
-        another number of denoising steps.
+        At temperature 0 there are no stochastic steps: the picture depends only on its first noise, and thus on the
+        seed (ODE). `Sampling.max_tokens` sets another number of denoising steps.
 
         Raises:
             RequestRefused: The request has a grammar or stop texts.
@@ -139,20 +140,21 @@ class DrawingEngine:
                 picture.completion.cancel()
 
     def _refuse_if_ended(self) -> None:
-        """Raise WorkerLost if nothing advances pictures any more, because a request would then wait forever."""
+        """Raise WorkerLost if the task that advances pictures has ended. A new request would otherwise wait forever."""
         if self._is_closed:
             raise WorkerLost("the engine that draws is closed")
         if self._failure.done():
             raise WorkerLost(self._failure.result())
 
     def _begin(self, prompt: DrawnPrompt, member: int, seed: int, sampling: Sampling) -> Picture:
-        """Return a picture of which no step is done."""
+        """Return a new picture, before its first step."""
         schedule: FlowSchedule = self._schedule_of(sampling.max_tokens or self._flow.num_steps)
         temperature = sampling.temperature
         noise_level = self._settings.temperature if temperature is None else temperature
         stochastic = range(0)
         if noise_level:
-            # In an evaluation with more steps, the window is as many steps long as in training
+            # An evaluation may use more steps than training. The window of stochastic steps then has the same number of
+            # steps as in training
             stochastic = stochastic_steps(
                 schedule.num_steps,
                 min(self._flow.window, schedule.num_steps),
@@ -192,7 +194,7 @@ class DrawingEngine:
                     picture.completion.set_result(picture.finished())
 
     def _fail(self, error: Exception) -> None:
-        """Fail all requests, and end the worker: the next forward pass would probably fail, too."""
+        """Fail all requests, and end the worker, because the next forward pass would probably fail, too."""
         reason = f"a denoising step failed: {type(error).__name__}: {error}"
         if not self._failure.done():
             self._failure.set_result(reason)
@@ -236,7 +238,7 @@ class DrawingEngine:
             picture.advance(state, logprob, self.policy_version)
 
     def _decode(self, pictures: Sequence[Picture]) -> None:
-        """Give finished pictures their files, one by one: a VAE needs much memory for a picture."""
+        """Make the files of finished pictures. Decode them one by one, because a VAE needs much memory for each picture."""
         for picture in pictures:
             pixels = self._reader.decode(picture.state[None].to(self._policy.device))[0]
             picture.png = png_of(pixels.float().cpu().numpy())
@@ -258,7 +260,10 @@ class DrawingEngine:
         return checked_manifest
 
     def _load(self, version: int, tensors: Mapping[str, torch.Tensor]) -> set[str]:
-        """Copy the tensors into the model, and return the names of those that are not in use. Runs in the thread."""
+        """Copy the tensors into the model, and return the names of those that the model does not use.
+
+        Runs in the thread.
+        """
         not_in_use = copy_weights(self._policy, tensors)
         self.policy_version = version
         return not_in_use
@@ -283,7 +288,10 @@ class DrawingEngine:
         return not self._failure.done()
 
     def close(self) -> None:
-        """Fail all requests and accept no more. A running forward pass ends in its thread; its result is dropped."""
+        """Fail all requests and accept no more.
+
+        If a forward pass is running in the thread, it ends, and its result is dropped.
+        """
         self._is_closed = True
         if self._serving is not None:
             self._serving.cancel()

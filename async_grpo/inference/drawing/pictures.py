@@ -1,4 +1,4 @@
-"""Pictures that are being drawn, and their files."""
+"""Unfinished pictures of the engine that draws, and PNG files of finished pictures."""
 
 import asyncio
 import io
@@ -16,15 +16,15 @@ from async_grpo.types import Completion, FinishReason
 
 @dataclass(frozen=True)
 class Denoising:
-    """How some pictures are drawn. Pictures with equal values can be computed in one forward pass."""
+    """Settings with which a picture is drawn. Pictures with equal settings can be computed in one forward pass."""
 
     schedule: FlowSchedule
-    noise_level: float  # 0 draws without noise (ODE)
+    noise_level: float  # 0 draws without noise after the first state (ODE)
 
 
 @dataclass(frozen=True)
 class DrawnPrompt:
-    """What the model reads of a prompt."""
+    """The form in which the model reads a prompt."""
 
     label: int  # number of the label; any number if the prompt is a text
     condition: Condition = ()  # embeddings of a text; () if the prompt is a label
@@ -88,7 +88,8 @@ class Picture:
         """
         has_no_noise = not self.denoising.noise_level
         if self.is_stochastic or has_no_noise:
-            # Without noise, every step is certain. Such a picture is not trained on, but its steps are counted
+            # Without noise, a step is not sampled and its log-prob is 0. The picture is not trained on, but its steps
+            # are counted
             self._steps.append(self.step)
             self._logprobs.append(0.0 if has_no_noise else logprob)
             self._versions.append(policy_version)
@@ -107,7 +108,7 @@ class Picture:
             text="",
             member=self.member,
             latents=np.stack(self._latents) if self._latents else None,
-            # Only samples that can be trained on need the embeddings of their prompt, which are large
+            # The embeddings of a prompt are large, so only samples that can be trained on keep them
             condition=self.prompt.condition if self._latents else (),
             picture_png=self.png,
         )

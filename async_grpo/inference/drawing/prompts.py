@@ -1,4 +1,7 @@
-"""The prompts of the engine that draws, and its pictures as pixels: labels and pixels, or texts and latents of a VAE."""
+"""Reads prompts for the engine that draws, and turns its results into pixels.
+
+A model either reads labels and draws pixels, or reads texts and draws latents that a VAE decodes.
+"""
 
 from collections import OrderedDict
 from typing import Any, Protocol
@@ -12,16 +15,16 @@ from async_grpo.inference.drawing.pictures import DrawnPrompt
 from async_grpo.modeling.flow.folder import FlowFolder
 from async_grpo.modeling.flow.policy import FlowPolicy
 
-# Number of prompts whose embeddings are kept. The members of a group are one request, but a prompt occurs again in
+# Number of prompts whose embeddings are kept in memory. A group is a single request, but its prompt comes again in
 # evaluations and later epochs
 MAX_ENCODED_PROMPTS = 256
 
 
 class PromptReader(Protocol):
-    """Turns prompts into what the model reads, and finished states into pixels."""
+    """Converts prompts into the model's input, and finished states into pixels."""
 
     def read(self, prompt_token_ids: np.ndarray) -> DrawnPrompt:
-        """Return what the model reads of a prompt. Runs in the engine's thread.
+        """Return a prompt as the model's input. Runs in the engine's thread.
 
         Raises:
             ConfigurationError: It is no prompt of this model.
@@ -49,7 +52,7 @@ class LabelReader:
         self._num_labels = num_labels
 
     def read(self, prompt_token_ids: np.ndarray) -> DrawnPrompt:
-        """See `PromptReader`."""
+        """Return the label. See `PromptReader`."""
         is_label = len(prompt_token_ids) == 1 and 0 <= prompt_token_ids[0] < self._num_labels
         if not is_label:
             raise ConfigurationError(
@@ -59,7 +62,7 @@ class LabelReader:
         return DrawnPrompt(int(prompt_token_ids[0]))
 
     def decode(self, states: Tensor) -> Tensor:
-        """See `PromptReader`."""
+        """Return the states as they are, because they are pixels. See `PromptReader`."""
         return states
 
 
@@ -81,7 +84,7 @@ class TextReader:
 
     @torch.no_grad()
     def read(self, prompt_token_ids: np.ndarray) -> DrawnPrompt:
-        """See `PromptReader`. The token ids are the bytes of the text in UTF-8."""
+        """Return the embeddings of a text. The token ids are its bytes in UTF-8. See `PromptReader`."""
         try:
             text_bytes = bytes(prompt_token_ids.tolist())
             text = text_bytes.decode()
@@ -97,7 +100,7 @@ class TextReader:
 
     @torch.no_grad()
     def decode(self, states: Tensor) -> Tensor:
-        """See `PromptReader`."""
+        """Decode latents with the VAE. See `PromptReader`."""
         return self._family.decode(self._pipeline.vae, states)
 
 

@@ -25,13 +25,14 @@ class GroupedPunica(PunicaWrapperCPU):
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
         self._tokens_by_slot: dict[int, TokensOfAdapter] = {}
-        # (id of a layer's stacked matrices A, slot) -> views of the matrices. Making the views anew in each step would
-        # take as long as the products of a small model. `_stacked` keeps the layers' matrices, so that no id is reused
+        # (id of a layer's stacked matrices A, slot) -> views of the matrices. For a small model, making new views in
+        # each step would take as long as the matrix products. `_stacked` keeps the matrices alive, so that no id is
+        # reused
         self._views: dict[tuple[int, int], list[tuple[torch.Tensor, torch.Tensor]]] = {}
         self._stacked: list[tuple[torch.Tensor, ...]] = []
 
     def update_metadata(self, *args: Any, **options: Any) -> None:
-        """Note which adapter each token of the next step uses. vLLM calls this if it differs from the last step."""
+        """Record which adapter each token of the next step uses. vLLM calls this when it differs from the last step."""
         super().update_metadata(*args, **options)
         self._tokens_by_slot = tokens_by_slot(self.token_lora_indices)
 

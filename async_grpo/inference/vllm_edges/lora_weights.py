@@ -34,22 +34,25 @@ class HeldMatrix:
     module: str  # name of the adapted module, such as "model.layers.0.self_attn.q_proj"
     kind: str  # "lora_A" or "lora_B"
     layer: Any  # vLLM's linear layer, which may join several modules
-    values: torch.Tensor  # the part of this process, padded with zeros to the largest rank
+    values: torch.Tensor  # values in this process, padded with zeros to the largest rank
 
     @property
     def name(self) -> str:
-        """Return the name by which matrices are compared."""
+        """Return the name under which the matrix is compared with the received one."""
         return f"{self.module}.{self.kind}"
 
     def is_counted(self) -> bool:
-        """Return whether this process's part counts. A part that several processes hold counts in the first of them."""
+        """Return whether this process counts the matrix.
+
+        If several processes have the same values, only the first one does.
+        """
         rank = get_tensor_model_parallel_rank()
         if isinstance(self.layer, ReplicatedLinear):
             return rank == 0
         is_row = isinstance(self.layer, RowParallelLinear)
         if (self.kind == "lora_A") != is_row:
-            # Split layers split either the outputs (the rows of B) or the inputs (the columns of A) among processes, and
-            # all processes hold the other matrix
+            # If a layer is split among processes, either its outputs (the rows of B) or its inputs (the columns of A)
+            # are split. All processes have the whole of the other matrix, so only the first one counts it
             return rank == 0
         is_key_or_value = self.module.endswith(("k_proj", "v_proj"))
         num_replicas = getattr(self.layer, "num_kv_head_replicas", 1) if is_key_or_value else 1
@@ -72,12 +75,13 @@ class EngineLora:
         self._dtype = manager.lora_config.lora_dtype
         # Name of a matrix, such as "model.layers.0.self_attn.q_proj.lora_A" -> its last received values
         self._matrices: dict[str, torch.Tensor] = {}
-        # Fingerprints of the received matrices as they should be in use, B multiplied by the scaling; by tensor name
+        # Tensor name -> fingerprint of a received matrix, as the layers should hold it: B is already multiplied by the
+        # scaling
         self._received: dict[str, int] = {}
         self._tensor_names: dict[str, str] = {}  # name of a matrix -> name of its tensor
 
     def missing_layers(self, names: Sequence[str]) -> list[str]:
-        """Return those of the layers, by the model's names, for which this engine has no layer with an adapter."""
+        """Return the names in the list for which this engine has no layer that can apply an adapter."""
         modules = {matrix.module for matrix in self._held_matrices(slot=0)}
         return [name for name in names if self._module_of(f"{name}.lora_A.weight")[0] not in modules]
 
@@ -99,7 +103,7 @@ class EngineLora:
         self._received[tensor_name] = fingerprint(matrix)
 
     def put_in_place(self) -> None:
-        """Let the engine's layers compute with the last received matrices.
+        """Make the engine's layers compute with the matrices that were received last.
 
         Raises:
             RuntimeError: A matrix has no layer or another rank, or one of the two matrices of a module was never
@@ -120,7 +124,7 @@ class EngineLora:
             if a.shape[0] != self._rank or b.shape[1] != self._rank:
                 of_other_rank.append(module)
                 continue
-            # The scaling is 1, because B has been multiplied already
+            # The scaling is 1, because B is already multiplied by it
             layers[module] = LoRALayerWeights(module, self._rank, self._rank, a, b, scaling=1)
         _refuse("lack one of their two matrices", incomplete)
         _refuse(f"have another rank than {self._rank}", of_other_rank)
@@ -133,10 +137,10 @@ class EngineLora:
         return LORA_ID in self._manager.lora_index_to_id
 
     def fingerprints(self) -> tuple[dict[str, int], dict[str, int]]:
-        """Return the fingerprints of the matrices that the layers hold, and of those that were received.
+        """Return the fingerprints of the matrices in the layers, and of the received matrices, both by tensor name.
 
-        The keys of both are tensor names. A matrix that was never received, which should be zero, has the name of its
-        module instead. The sums over all processes of the first are to be compared with the second.
+        A matrix in a layer for which nothing was received should be zero; it has the name of its module instead. To
+        compare, add up the first table over all processes of the engine.
         """
         slots = self._manager.lora_index_to_id
         slot = slots.index(LORA_ID) if LORA_ID in slots else None
@@ -158,7 +162,7 @@ class EngineLora:
         for path, layer in self._manager.modules.items():
             modules = self._manager.packed_modules.get(path, [path])
             if len(modules) != len(layer.lora_a_stacked):
-                # Only one adapter for several modules, such as the experts of a layer: nothing is known about its form
+                # One adapter for several modules, such as the experts of a layer. Its form is unknown, so skip it
                 continue
             for index, module in enumerate(modules):
                 yield HeldMatrix(module, "lora_A", layer.base_layer, layer.lora_a_stacked[index][slot, 0])

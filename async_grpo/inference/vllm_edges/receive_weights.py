@@ -46,7 +46,7 @@ logging.getLogger("vllm.model_executor.model_loader.reload.layerwise").setLevel(
 class Receipts:
     """Mixin for a `WeightTransferEngine`: records received tensors, reloads layer by layer, and updates tied heads.
 
-    While weights are loaded, this object replaces the engine's model, so that it sees every tensor.
+    While weights are loaded, this object takes the place of the engine's model, so that every tensor passes through it.
     """
 
     model: Any
@@ -69,17 +69,17 @@ class Receipts:
         self.model = self
 
     def _begin_reload(self) -> None:
-        """Prepare the layers of the model for new weights, unless this has been done."""
+        """Prepare the layers of the model for new weights, unless this was already done for this update."""
         if not self._is_reloading:
             initialize_layerwise_reload(self._model)
             self._is_reloading = True
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> Any:
-        """Load weights into the model, give those of an adapter to `adapter`, and record every tensor."""
+        """Load weights into the model, pass tensors of an adapter to `adapter`, and record every tensor."""
         weights_of_model = self._without_adapter(self._recorded(self.received_tensors.restore(weights)))
         first = next(weights_of_model, None)
         if first is None:
-            # Only parts of an adapter have arrived, so the layers of the model need not be prepared, which takes longer
+            # Only tensors of an adapter have arrived. Do not prepare the layers of the model, which takes longer
             return set()
         self._begin_reload()
         return self._model.load_weights(chain([first], weights_of_model))
@@ -95,7 +95,7 @@ class Receipts:
     def _without_adapter(
         self, weights: Iterable[tuple[str, torch.Tensor]]
     ) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield the weights of the model, and give those of an adapter to `adapter`.
+        """Yield the weights of the model, and pass tensors of an adapter to `adapter`.
 
         Raises:
             RuntimeError: The engine was started without an adapter.
@@ -160,7 +160,8 @@ class ObjectStoreEngine(Receipts, WeightTransferEngine[WeightTransferInitInfo, O
     def receive_weights(self, update_info: ObjectStoreUpdate) -> None:
         """Load the tensors of one chunk."""
         with safe_open(update_info.path, framework="pt") as image:
-            # The layerwise reload may keep tensors for longer. Their memory stays mapped after the sender has closed it
+            # The layerwise reload may keep tensors after this call. Their memory stays mapped even after the sender has
+            # closed it
             self.model.load_weights((name, image.get_tensor(name)) for name in list(image.keys()))
 
     def shutdown(self) -> None:

@@ -15,10 +15,10 @@ from async_grpo.inference.vllm_edges.weight_versions import version_spans
 
 
 def unfinished_output(engine: AsyncLLM, name: str, num_known: int) -> CompletionOutput | None:
-    """Return the whole output so far of an unfinished request, or None if it has no more than `num_known` tokens.
+    """Return the whole output so far of an unfinished request. Return None if it has no more than `num_known` tokens.
 
     Args:
-        engine: The engine that holds the request.
+        engine: The engine of the request.
         name: The request id that was passed to the engine.
         num_known: Number of tokens that the caller already has.
     """

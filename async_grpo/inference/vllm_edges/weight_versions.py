@@ -70,7 +70,8 @@ def note_versions_by_time(engine: AsyncLLM) -> None:
         return process_outputs(outputs, made_at, *further)
 
     async def update_noted(new_version: str) -> None:
-        # Requests are held during this call, so no engine step runs, and the time of the change lies between the steps
+        # No engine step runs during this call, because requests are paused. So the time of the change lies between two
+        # steps
         await update_weight_version(new_version)
         history.change(new_version)
 

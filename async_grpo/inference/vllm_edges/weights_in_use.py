@@ -37,7 +37,7 @@ def fingerprints_in_use(model: torch.nn.Module) -> dict[str, int]:
     up.
     """
     totals = Counter[str]()
-    owners: dict[int, str] = {}  # address of a weight -> its first name
+    owners: dict[int, str] = {}  # address of a weight -> the first name that it has in the model
     for path, layer in model.named_modules():
         for name, weight in layer.named_parameters(recurse=False):
             # In an engine with an adapter, vLLM wraps layers, which then have the name `base_layer`
@@ -72,7 +72,7 @@ def _compared_values(layer: Any, name: str, weight: torch.Tensor) -> torch.Tenso
     columns = sampled_columns(width) - first_column
     inputs = torch.zeros(len(columns), width_here, dtype=weight.dtype, device=weight.device)
     for row, column in enumerate(columns.tolist()):
-        # If the columns of the matrix are split over processes, this process has only some of them
+        # If the columns of the matrix are split over processes, skip those of other processes
         if 0 <= column < width_here:
             inputs[row, column] = 1
     return method.apply(layer, inputs, None)

@@ -47,10 +47,10 @@ class WeightReceipts:
         return adapter.missing_layers(layers)
 
     def put_adapter_in_place(self) -> None:
-        """Let the layers compute with the adapter that was received. Called after each weight update.
+        """Make the layers compute with the adapter that was received. Called after each weight update.
 
         Raises:
-            RuntimeError: The adapter does not fit the layers, or is not there afterwards.
+            RuntimeError: The adapter does not fit the layers, or the layers do not have it afterwards.
         """
         self.weight_transfer_engine.adapter.put_in_place()
         if not self.weight_transfer_engine.adapter.is_in_place():
@@ -82,7 +82,7 @@ class WeightReceipts:
         return used, received
 
     def peak_gpu_bytes(self) -> int:
-        """Return the largest memory of the GPU that this process's allocator has reserved, in bytes; 0 without a GPU."""
+        """Return the most GPU memory in bytes that the allocator of this process has reserved; 0 without a GPU."""
         return torch.cuda.max_memory_reserved() if torch.cuda.is_available() else 0
 
     def leave_transfer_group(self) -> None:
