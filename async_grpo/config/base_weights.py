@@ -1,4 +1,4 @@
-"""A digest of a model's weights, by which a run with LoRA notices that its base has changed."""
+"""A digest of a model's weights. With it, a run with LoRA notices that its base model has changed."""
 
 import hashlib
 from pathlib import Path
@@ -13,7 +13,8 @@ NUM_SAMPLES = 16  # number of places in each file
 def base_digest(model_path: str) -> str:
     """Return a sha256 (hex) of samples of a model's weight files, and of their sizes.
 
-    A checkpoint of LoRA does not hold the base. A run that goes on with another base would compute something else.
+    A checkpoint of a LoRA run does not contain the base model. With another base, a resumed run would train another
+    policy.
     """
     digest = hashlib.sha256()
     folder = Path(model_path).expanduser()

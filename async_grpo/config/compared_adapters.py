@@ -1,8 +1,8 @@
-"""`ComparedAdapters`: several LoRA adapters of one base, in the common form in which an engine can apply each of them.
+"""`ComparedAdapters`: several LoRA adapters of one base, converted so that one engine can apply each of them.
 
-An engine applies an adapter of one rank and one scale to fixed layers. So all adapters get the largest of their ranks,
-the scale 1, and all layers of which one of them has an adapter. This changes nothing that they compute: rows of A and
-columns of B that are zero add nothing, and s B A is (s B) A.
+An engine applies adapters of one rank and one scale to fixed layers. So all adapters get the largest of their ranks,
+the scale 1, and all layers for which any of them has an adapter. They compute the same as before: rows of A and columns
+of B that are zero add nothing, and s B A is (s B) A.
 """
 
 from collections.abc import Mapping
@@ -23,10 +23,8 @@ from async_grpo.modeling.lora import FILE_PREFIX, read_lora_tensors
 from async_grpo.options.fields import refuse
 from async_grpo.options.listed_values import split_table
 
-BASE = "base"  # name of the base in results, as that of an adapter
-NAME_MARKS = (
-    "-_."  # characters besides letters and digits that a name may have, because files are named after it
-)
+BASE = "base"  # name under which the results of the base model are shown
+NAME_MARKS = "-_."  # characters that a name may have beside letters and digits; it becomes part of file names
 
 
 def adapter_folders(adapters: str) -> dict[str, Path]:
@@ -95,7 +93,8 @@ class ComparedAdapters:
         own_settings = {}
         for name, folder in folders.items():
             own_settings[name] = settings_of_folder(folder.absolute(), model_path, sync="adapter")
-            # Reads the tensors as well, so that a damaged adapter is refused before another one is evaluated
+            # This also reads the tensors. So a damaged adapter is refused now, and not after other adapters were
+            # evaluated
             refuse_other_model(model, own_settings[name])
         rank = max(settings.rank for settings in own_settings.values())
         if rank > LORA_RANKS[-1]:
@@ -115,7 +114,7 @@ class ComparedAdapters:
 
     @property
     def names(self) -> list[str]:
-        """Return the names under which results are shown: first that of the base, then those of the adapters."""
+        """Return the names under which results are shown: first that of the base, then the adapters' names."""
         return [BASE, *self.own_settings]
 
     def folder_of(self, name: str) -> str:
@@ -123,7 +122,7 @@ class ComparedAdapters:
         return "" if name == BASE else self.own_settings[name].initial_folder
 
     def tensors(self, name: str) -> dict[str, Tensor]:
-        """Return an adapter's tensors in the common form, in float32, by peft's names. Those of the base are zero.
+        """Return an adapter's tensors in the common form, in float32, by peft's names. For the base, they are zero.
 
         Raises:
             ConfigurationError: The adapter's file has changed since `read`, and does not fit any more.

@@ -54,7 +54,7 @@ def broken_values(c: RunOptions) -> Broken:
     yield from _idle_values(c)
 
 
-# Options that a policy that draws cannot use. Most of them are about texts, the others are not supported yet
+# Options that a policy that draws cannot use, because they are about texts or are not supported yet
 NOT_WITH_DRAWING = """
     environment lora_sync init_adapter kl_in_reward kl_kind kl_clamp entropy_coef float32_head overlong_buffer
     chat_template chat_template_kwargs system_prompt cpu_offload torch_compile freeze_vision
@@ -95,7 +95,7 @@ def _broken_drawing(c: RunOptions) -> Broken:
 
 
 def _broken_truncation(c: RunOptions) -> Broken:
-    """Find truncations that leave a single token, whose probability is always 1, so that nothing can be learned."""
+    """Find sampling rules that leave a single token. Its probability would always be 1, so nothing could be learned."""
     if c.top_k == 1:
         yield "top_k", "leaves a single token, so that nothing can be learned: give at least 2, or 0"
     if c.min_p == 1:
@@ -103,7 +103,7 @@ def _broken_truncation(c: RunOptions) -> Broken:
 
 
 def _broken_recipe(c: RunOptions) -> Broken:
-    """Find a recipe whose values are not set, because the configuration was made without `from_options`."""
+    """Find a recipe that is named but whose values were not applied: the configuration was made without `from_options`."""
     preset = RECIPES.get(c.recipe or "", {})
     fields = type(c).__dataclass_fields__
     names_not_default = [name for name in preset if preset[name] != fields[name].default]
@@ -114,7 +114,7 @@ def _broken_recipe(c: RunOptions) -> Broken:
 def _broken_sizes(c: RunOptions) -> Broken:
     """Find sizes of groups, steps and batches that do not fit together."""
     group_size = c.samples_per_question
-    # The default of --min-valid-samples is 2, which counts as 1 if groups are single samples
+    # With the default of --min-valid-samples, 2, groups of a single sample are allowed
     if c.min_valid_samples > max(2, group_size):
         yield (
             "min_valid_samples samples_per_question",
@@ -183,7 +183,7 @@ def _broken_sleep(c: RunOptions) -> Broken:
 
 
 def _broken_rejection(c: RunOptions) -> Broken:
-    """Find bounds of token rejection that would reject too much or nothing."""
+    """Find bounds of token rejection that would reject tokens without any mismatch, or reject nothing."""
     flags = "rejection_statistic rejection_low rejection_high"
     if c.rejection_statistic is None:
         yield from idle(
@@ -194,7 +194,7 @@ def _broken_rejection(c: RunOptions) -> Broken:
         return
     low = -math.inf if c.rejection_low is None else c.rejection_low
     high = math.inf if c.rejection_high is None else c.rejection_high
-    # Value of the statistic for tokens to which trainer and engine assign the same probability
+    # The value that the statistic has if trainer and engine assign a token the same probability
     agreement = 1 if c.rejection_statistic.endswith("k1") else 0
     if not low <= agreement <= high:
         yield (
@@ -209,7 +209,7 @@ def _broken_rejection(c: RunOptions) -> Broken:
 
 
 def _idle_values(c: RunOptions) -> Broken:
-    """Find options that have no effect because of another option. Harmless ones only cause a warning."""
+    """Find options that have no effect because of another option. If this is harmless, it only causes a warning."""
     weighs = c.importance_level != "none"
     resamples = c.zero_variance == "resample" or "refill" in c.failure_policies.values()
     for is_used, flags, condition in (
@@ -255,7 +255,7 @@ def _idle_values(c: RunOptions) -> Broken:
 
 def check_methods(config: RunOptions) -> None:
     """Raise ConfigurationError for settings that the run's estimator, loss, schedule or transport cannot use."""
-    # These properties raise an error for options that the estimator or the loss does not have
+    # Reading these properties raises an error if an option of the estimator or the loss does not exist
     _ = config.estimator_settings
     _ = config.loss_settings
     refuse_broken(config, _broken_methods(config))
@@ -290,7 +290,7 @@ def _broken_methods(c: RunOptions) -> Broken:
 
 def _broken_loss(c: RunOptions) -> Broken:
     loss = c.loss
-    # With one pass, the old policy is then the trained policy itself, and every ratio is 1
+    # With one pass, the old policy is the trained policy itself, so every ratio is 1
     is_ratio_one = c.old_policy == "current" and c.passes_per_batch == 1
     weighs = c.importance_level != "none"
     yield from broken_loss_of_passes(c)

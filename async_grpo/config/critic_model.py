@@ -1,4 +1,4 @@
-"""`--critic-model`: the folder from which a critic of its own starts, and whether it fits the policy."""
+"""`--critic-model`: the folder from which a separate critic model starts, and the check that it fits the policy."""
 
 from async_grpo.config.run import RunConfig
 from async_grpo.errors import ConfigurationError
@@ -7,7 +7,7 @@ SAME = "same"  # value of `--critic-model` for the folder of the policy
 
 
 def critic_folder(config: RunConfig) -> str | None:
-    """Return the folder of the model from which the critic starts; None if the critic is not a model of its own."""
+    """Return the folder of the model from which the critic starts; None if the critic is not a separate model."""
     if config.critic_model == SAME:
         return config.model_name_or_path
     return config.critic_model

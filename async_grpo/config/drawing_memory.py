@@ -1,4 +1,4 @@
-"""The memory of trainer ranks and engines of a policy that draws."""
+"""Estimates of the memory of trainer ranks and engines, for a policy that draws."""
 
 import math
 from pathlib import Path
@@ -11,8 +11,8 @@ if TYPE_CHECKING:
 
 FLOAT32_BYTES = 4
 BFLOAT16_BYTES = 2
-# Numbers that a block keeps for its backward pass, per number of its hidden states, as in a transformer (Korthikanti et al.
-# 2022, eq. 1)
+# For each number of its hidden states, a block keeps this many numbers for its backward pass, as in a transformer
+# (Korthikanti et al. 2022, eq. 1)
 ACTIVATIONS_PER_HIDDEN = 34
 TEXT_TOKENS = 512  # longest prompt that the text encoders read
 
@@ -42,7 +42,7 @@ def drawing_rank_bytes(config: RunConfig, num_ranks: int) -> float:
     folder = read_flow_folder(config.model_name_or_path).with_options(config.picture_size, config.guidance)
     num_parameters = drawing_parameters(folder.path)
     if config.has_lora:
-        # The frozen weights, which are the reference as well. An adapter takes little memory beside them
+        # With LoRA the weights are frozen, and are the reference as well. The adapter takes little memory in comparison
         state_bytes = bytes_of_dtype(config.dtype) * num_parameters / num_ranks
     else:
         num_copies = 2 if config.kl_coef else 1  # the policy, and the reference of the KL penalty
@@ -54,7 +54,7 @@ def drawing_rank_bytes(config: RunConfig, num_ranks: int) -> float:
     hidden_bytes = number_bytes * _hidden_numbers(folder)
     block_bytes = ACTIVATIONS_PER_HIDDEN * hidden_bytes
     if config.gradient_checkpointing:
-        # The input of each block, and the activations of the block that is being recomputed
+        # The inputs of all blocks are kept, and the activations of the one block that is being recomputed
         return state_bytes + num_pairs * (num_blocks * hidden_bytes + block_bytes)
     return state_bytes + num_pairs * num_blocks * block_bytes
 
@@ -87,12 +87,12 @@ def drawing_engine_bytes(
 
 
 def bytes_of_dtype(dtype: str) -> int:
-    """Return the bytes of a number in the computation."""
+    """Return the number of bytes of one number in the dtype of the computation."""
     return BFLOAT16_BYTES if dtype == "bfloat16" else FLOAT32_BYTES
 
 
 def _hidden_numbers(folder: "FlowFolder") -> int:
-    """Return how many numbers the hidden states between two blocks have for one (picture, step) pair."""
+    """Return how many numbers the hidden states between two blocks have for one step of one picture."""
     config = folder.model_config
     hidden_size = int(config["num_attention_heads"]) * int(config["attention_head_dim"])
     num_tokens = folder.num_tokens + (TEXT_TOKENS if folder.family.reads_text else 0)

@@ -1,11 +1,11 @@
-"""Rules for the advantage estimator: groups of one sample, the critic, and what does not go with an estimator."""
+"""Rules for the advantage estimator: groups of one sample, the critic, and options that an estimator cannot use."""
 
 from async_grpo.config.rules import Broken, idle, warn
 from async_grpo.config.run_options import RunOptions
 
 
 def broken_estimator(c: RunOptions) -> Broken:
-    """Find options that the advantage estimator cannot use, or without which it cannot work."""
+    """Find options that the advantage estimator cannot use, and options that are missing for it."""
     estimator = c.estimator
     if estimator.needs_group and c.samples_per_question == 1:
         yield (

@@ -1,4 +1,4 @@
-"""Find files of held-out questions whose names `--eval-data-path` cannot tell from `NAME=FILE`."""
+"""Refuse files of held-out questions with an equals sign in their names, which `--eval-data-path` reads as `NAME=FILE`."""
 
 from pathlib import Path
 

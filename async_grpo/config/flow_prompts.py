@@ -1,4 +1,4 @@
-"""The prompts of a policy that draws: the label of each row, or its text."""
+"""The prompts of a policy that draws: each row has the name of a label, or a text to draw."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -9,11 +9,11 @@ from async_grpo.options.fields import refuse
 from async_grpo.rewards.adapter.pictures import PICTURE_KEY, PICTURES_KEY
 
 SHOWN_LABELS = 20
-MAX_TEXT_BYTES = 4096  # longest prompt in words; text encoders read far less
+MAX_TEXT_BYTES = 4096  # maximum length of a text prompt in bytes; text encoders read far less
 
 
 class LabelPrompts:
-    """Turns rows into prompts of one token, the number of a label. It has the methods of a tokenizer that a run uses.
+    """Turns rows into prompts of one token: the number of a label. It has the methods of a tokenizer that a run calls.
 
     Args:
         folder: The folder of the model, which names the labels.
@@ -59,17 +59,18 @@ class LabelPrompts:
         return [self._number_by_name[name.strip()]]
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """Return the names of labels."""
+        """Return the names of the labels with these numbers."""
         return " ".join(self._name_by_number.get(number, str(number)) for number in token_ids)
 
     def warn_about_use(self, has_environment: bool) -> None:
-        """Do nothing: there is no chat template. See `PromptRenderer`."""
+        """Do nothing, because there is no chat template to warn about. See `PromptRenderer`."""
 
 
 class TextPrompts:
-    """Turns rows into prompts of bytes, the text to draw in UTF-8. It has the methods of a tokenizer that a run uses.
+    """Turns rows into prompts of bytes: the text to draw, in UTF-8. It has the methods of a tokenizer that a run calls.
 
-    The engine's text encoders have tokenizers of their own, which lose letters and spaces. Bytes lose nothing.
+    The tokenizers of the engine's text encoders lose letters and spaces, so a prompt in their tokens could not be shown
+    again. Bytes lose nothing.
     """
 
     def __len__(self) -> int:
@@ -104,22 +105,22 @@ class TextPrompts:
         return token_ids
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """Return the text."""
+        """Return the text of these bytes."""
         return bytes(list(token_ids)).decode(errors="replace")
 
     def warn_about_use(self, has_environment: bool) -> None:
-        """Do nothing: there is no chat template. See `PromptRenderer`."""
+        """Do nothing, because there is no chat template to warn about. See `PromptRenderer`."""
 
 
 def flow_prompts(folder: FlowFolder) -> LabelPrompts | TextPrompts:
-    """Return how the prompts of a model are read."""
+    """Return the reader of a model's prompts: for labels, or for texts."""
     return TextPrompts() if folder.family.reads_text else LabelPrompts(folder)
 
 
 def refuse_picture_columns(row: Any) -> None:
     """Raise ConfigurationError if a row is no object, or has a column in which rewards get the picture."""
     refuse(not isinstance(row, dict), f"a row must be an object, not {type(row).__name__}")
-    # A reward would score the row's value in place of the picture that the policy drew
+    # Rewards find the drawn picture in this column. If the row had one, they would score the row's value instead
     for column in (PICTURE_KEY, PICTURES_KEY):
         refuse(
             column in row,

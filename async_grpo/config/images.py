@@ -1,4 +1,4 @@
-"""The images of a run's prompts: what the model needs for them, and what is refused with them."""
+"""The images of a run's prompts: the settings that a model that reads images needs, and options that do not fit it."""
 
 import io
 from collections.abc import Sequence
@@ -19,18 +19,18 @@ from async_grpo.options.fields import refuse
 from async_grpo.processes.image_files import IMAGE_MODEL_TYPES, RUN_IMAGES
 from async_grpo.weights.canary import Canary
 
-# Number of images that a conversation with an environment may have, if no row has more
+# Maximum number of images in a conversation with an environment, unless a row has more
 ENVIRONMENT_IMAGES = 16
 CANARY_PIXELS = 112  # width and height of the canary's image
 CANARY_TEXT_TOKENS = 32  # number of tokens after the canary's image
 
 
 def image_prompts(config: RunConfig, tokenizer: Any, renderer: PromptRenderer) -> ImagePrompts | None:
-    """Return what renders prompts with images, or None if the model reads no images.
+    """Return the object that renders prompts with images, or None if the model reads no images.
 
     Raises:
-        ConfigurationError: The model folder has no image processor. Or an option needs a model that reads images, or does
-            not work with one.
+        ConfigurationError: The model folder has no image processor. Or an option needs a model that reads images, or
+            does not work with one.
     """
     model = load_config(config.model_name_or_path)
     if not reads_images(model):

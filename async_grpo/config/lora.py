@@ -22,7 +22,8 @@ from async_grpo.modeling.lora import (
 from async_grpo.training.lora_config import ALL_LINEAR, LoraConfig
 
 log = logging.getLogger(__name__)
-# Models of diffusers have linear layers outside their blocks, such as embeddings of times, which get no adapter by default
+# Prefixes of the blocks in models of diffusers. Linear layers outside of blocks, such as the embedding of the time, get
+# no adapter by default
 BLOCKS = ("transformer_blocks.", "single_transformer_blocks.")
 
 
@@ -30,7 +31,8 @@ def lora_settings(config: LoraConfig, model_path: str) -> LoraSettings | None:
     """Return the settings of the adapter to train; None if all weights are trained.
 
     Raises:
-        ConfigurationError: A target names no layer, or the initial adapter does not fit the model or the options.
+        ConfigurationError: A name in --lora-targets is not the name of a layer, or the initial adapter does not fit the
+            model or the options.
     """
     if not config.has_lora:
         return None
@@ -108,7 +110,7 @@ def settings_of_folder(folder: Path, model_path: str, sync: str) -> LoraSettings
 
 
 def _has_part(model_path: str, name: str) -> bool:
-    """Return whether a part of a path is a model's name, also in the hub's cache, as in "models--Qwen--Qwen3-4B"."""
+    """Return whether a part of a path is this model name. The hub's cache has paths such as "models--Qwen--Qwen3-4B"."""
     return any(part == name or part.endswith(f"--{name}") for part in Path(model_path).parts)
 
 
@@ -133,7 +135,7 @@ def _warn_about_experts(model: Any) -> None:
     num_stacked = 0
     names = set()
     for name, weight in model.named_parameters():
-        # A vision tower, whose first layer is a convolution, gets no adapter at all
+        # A vision tower gets no adapter at all, so do not warn about its first layer, a convolution
         if weight.dim() > 2 and ".visual." not in name:
             num_stacked += weight.numel()
             names.add(".".join(name.split(".")[-2:]))
@@ -148,7 +150,7 @@ def _warn_about_experts(model: Any) -> None:
 
 
 def _log_size(model: Any, settings: LoraSettings) -> None:
-    """Log which part of the model is trained, so that layers without an adapter are noticed."""
+    """Log how many parameters are trained and how many are frozen, so that the user notices layers without an adapter."""
     num_trained = 0
     for name in settings.layers:
         num_trained += settings.rank * sum(model.get_submodule(name).weight.shape)

@@ -5,7 +5,7 @@ from async_grpo.config.run_options import RunOptions
 
 
 def broken_loss_terms(c: RunOptions) -> Broken:
-    """Find terms of the loss that would be wrong or empty."""
+    """Find terms of the loss that would be wrong or always 0."""
     if c.observation_coef and c.truncation is not None:
         yield (
             "observation_coef top_p top_k min_p",

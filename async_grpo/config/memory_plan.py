@@ -1,6 +1,6 @@
 """Estimate the memory of each process of a run. The formulas are explained in docs/operations.md.
 
-Allocators need somewhat more memory than these estimates.
+Real processes need somewhat more than these estimates, because memory allocators leave gaps.
 """
 
 import math
@@ -29,7 +29,7 @@ def parameters_of(folder: Path) -> int:
 
 
 def adapter_parameters(folder: Path, lora: LoraSettings) -> int:
-    """Return the number of parameters of a LoRA adapter: rank * (inputs + outputs) of each layer that has one."""
+    """Return the number of parameters of a LoRA adapter: the sum of rank * (inputs + outputs) over its layers."""
     from async_grpo.modeling.model_files import weight_shapes
 
     shapes = weight_shapes(folder)
@@ -76,15 +76,15 @@ def trainer_rank_bytes(
 
 
 def critic_rank_bytes(config: RunConfig, num_ranks: int, num_parameters: int) -> float:
-    """Return the memory that a critic of its own adds to a trainer rank, which with `cpu_offload` is none.
+    """Return the memory in bytes that a separate critic model adds to a trainer rank; 0 with `cpu_offload`.
 
-    Its activations need no more: the policy's are freed before the critic's forward pass begins.
+    The critic's activations need no memory in addition: the policy's are freed before the critic's forward pass begins.
     """
     return 0.0 if config.cpu_offload else critic_state_bytes(config, num_ranks, num_parameters)
 
 
 def critic_state_bytes(config: RunConfig, num_ranks: int, num_parameters: int) -> float:
-    """Return the size of a rank's shard of a critic's weights, gradients and moments in bytes.
+    """Return the size in bytes of a rank's shard of the critic's weights, gradients and moments.
 
     Args:
         config: The run's options.
@@ -99,9 +99,10 @@ def critic_state_bytes(config: RunConfig, num_ranks: int, num_parameters: int) -
 def trainer_state_bytes(
     config: RunConfig, *, num_ranks: int, num_parameters: int, num_trained: int | None, dtype_bytes: int
 ) -> float:
-    """Return the size of a rank's shard of weights, gradients and optimizer moments in bytes.
+    """Return the size in bytes of a rank's shard of weights, gradients and optimizer moments.
 
-    With LoRA, the model's weights are frozen: they have no gradients and no moments, and the dtype of the computation.
+    With LoRA, the model's weights are frozen: they have the dtype of the computation, and neither gradients nor
+    moments.
     """
     parameter_bytes = 8  # float32 weight and gradient
     parameter_bytes += 2 if config.optimizer == "adamw_8bit" else 8
@@ -124,15 +125,16 @@ def token_activation_bytes(config: RunConfig, model: Any, dtype_bytes: int) -> i
     all_layers_bytes = layers * dtype_bytes * (16 * width + 4 * inner_width)
     all_layers_bytes += 2 * kv_cache_bytes(model, dtype_bytes)
     if config.gradient_checkpointing:
-        # The inputs of all layers, and all activations of the one layer that is being recomputed
+        # The inputs of all layers are kept, and all activations of the one layer that is being recomputed
         return layers * dtype_bytes * width + all_layers_bytes // layers
     return all_layers_bytes
 
 
 def mlp_width(model: Any) -> int:
-    """Return the inner width of a model's MLP: of one expert, if it has experts.
+    """Return the inner width of a model's MLP; if the model has experts, of one expert.
 
-    Architectures name it differently. If the configuration does not have it, as in GPT-2, it is 4 times the hidden size.
+    Its name in the configuration depends on the architecture. If it is missing, as for GPT-2, it is 4 times the hidden
+    size.
     """
     for name in ("moe_intermediate_size", "intermediate_size", "ffn_dim", "n_inner", "ffn_hidden_size"):
         width = getattr(model, name, None)
@@ -147,7 +149,7 @@ def chunk_tokens(config: RunConfig) -> int:
 
 
 def logits_bytes(settings: SharedRunSettings, num_chunk_tokens: int) -> int:
-    """Return the memory of the log-probs' computation: three float32 tensors as large as a chunk's logits."""
+    """Return the bytes that the computation of log-probs needs: three float32 tensors as large as the logits of a chunk."""
     return 3 * 4 * settings.vocab_size * num_chunk_tokens
 
 

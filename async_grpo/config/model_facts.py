@@ -1,4 +1,4 @@
-"""What a run needs to know about its model before anything is started, for each kind of policy."""
+"""Facts about a model that a run needs before anything is started, for each kind of policy."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -32,11 +32,11 @@ class ModelFacts:
     """Facts about a run's model."""
 
     tokenizer: Any  # has `decode` and a length
-    renderer: Any  # turns rows into prompts, as `PromptRenderer`
+    renderer: Any  # turns rows into prompts, like a `PromptRenderer`
     vocab_size: int
     context_tokens: int  # maximum number of tokens of prompt and completion together
     stop_token_ids: tuple[int, ...]
-    fingerprint: str  # sha256 (hex) by which workers recognize the model
+    fingerprint: str  # sha256 (hex) with which workers check that their model is the same
     hidden_size: int
     dtype: str  # dtype of the computation
     lora: LoraSettings | None = None  # None if all weights are trained
@@ -136,7 +136,7 @@ def refuse_wrong_flow_model(path: str, *, trains: bool) -> None:
 
 @dataclass(frozen=True)
 class ModelKind:
-    """How the models of a kind of policy are read and checked."""
+    """Functions that read and check the models of one kind of policy."""
 
     read: Callable[[RunConfig], ModelFacts]
     refuse_wrong: Callable[..., None]  # (path, trains=...) -> None; raises ConfigurationError

@@ -9,7 +9,7 @@ Broken = Iterator[tuple[str, str]]
 
 
 def broken_passes(c: RunOptions) -> Broken:
-    """Find options that do not fit several passes, for every loss and estimator. Sizes must be checked before."""
+    """Find options that do not fit several passes, whatever the loss and the estimator are. Check the sizes before."""
     if c.passes_per_batch == 1:
         if c.passes_max_kl is not None:
             yield "passes_max_kl", "does nothing without --passes-per-batch above 1"
@@ -50,7 +50,7 @@ def broken_passes(c: RunOptions) -> Broken:
 
 
 def waits_for_passes(c: RunOptions) -> Broken:
-    """Find a staleness bound with which the engines wait while the trainer computes. It only causes a warning."""
+    """Find a bound on staleness with which engines wait while the trainer computes. This only causes a warning."""
     if c.passes_per_batch > 1 and c.max_staleness and not c.generates_ahead and not c.sleep_level:
         yield (
             "max_staleness passes_per_batch",
@@ -60,7 +60,7 @@ def waits_for_passes(c: RunOptions) -> Broken:
 
 
 def broken_loss_of_passes(c: RunOptions) -> Broken:
-    """Find a loss that does not correct for what earlier passes have changed."""
+    """Find a loss that would ignore how far earlier passes over the batch have moved the policy."""
     if c.passes_per_batch == 1 or c.loss.uses_ratio:
         return
     if c.importance_level == "none":

@@ -46,23 +46,26 @@ class Prepared:
     settings: SharedRunSettings
     questions: list[Question]
     eval_questions: dict[str, list[Question]]  # held-out questions, by name of their file
-    # None without `--reward-fns`, until the workers have named the rewards (see `with_rewards`)
+    # None if the trainer has no `--reward-fns` and the workers have not named the rewards yet (see `with_rewards`)
     rewards: ResolvedRewards | None
     hidden_size: int  # hidden size of the model
     resumed: Manifest | None = None  # manifest of the checkpoint from which the run continues
-    images: ImagePrompts | None = None  # the images of the prompts; None if the model reads no images
+    images: ImagePrompts | None = None  # renders prompts with images; None if the model reads no images
 
     def store_images(self) -> "Prepared":
-        """Write the images that stay for the whole run to its folder. Return the inputs without them, to be sent."""
+        """Write images that are needed during the whole run to its folder, and return the inputs without their bytes.
+
+        Without the bytes, the inputs are small enough to be sent to other processes.
+        """
         if self.images is not None:
             self.images.store(self._kept_images)
         return replace(self, images=None)
 
     @property
     def _kept_images(self) -> frozenset[str]:
-        """Return the digests of the images that stay for the whole run.
+        """Return the digests of the images that the run needs until its end.
 
-        These are the images of evaluations and of the canary, and with `--record` all.
+        These are the images of evaluations and of the canary; with `--record`, they are all images.
         """
         canary = self.settings.image_canary
         questions = list(chain.from_iterable(self.eval_questions.values()))
@@ -110,14 +113,14 @@ def prepare(config: RunConfig) -> Prepared:
     check_methods(config)
     check_teachers(config)
     _check_sources(config)
-    model = MODEL_KINDS[config.policy].read(config)  # before the data is read, which may take long
+    model = MODEL_KINDS[config.policy].read(config)  # read the model before the data, which may take long
     check_critic_model(config)
     context_tokens = model.context_tokens
     images = model.images
 
     def read_questions(path: str, is_training: bool = False) -> list[Question]:
         rows = _rows(config, path, is_training, reads_images=images is not None)
-        # The prompt must leave at least one token of the context for the completion
+        # At least one token of the context must remain for the completion after the prompt
         folder = Path(path).parent
         return model.questions_of(rows, context_tokens - 1, folder)
 
@@ -163,7 +166,7 @@ def prepare(config: RunConfig) -> Prepared:
 
 
 def _settings_of_options(config: RunConfig) -> dict[str, Any]:
-    """Return those fields of `SharedRunSettings` that depend on the options alone."""
+    """Return the fields of `SharedRunSettings` that depend only on the options."""
     return {
         "run_name": config.run_name,
         "temperature": config.temperature,
@@ -186,7 +189,7 @@ def _settings_of_options(config: RunConfig) -> dict[str, Any]:
 def _check_sources(config: RunConfig) -> None:
     """Read the user's files for scheduling and environment, and check that the transport works on this machine.
 
-    Options for files that are ambiguous or not used are refused.
+    Also refuse ambiguous file names, and options for files that the run does not read.
     """
     refuse_ambiguous_files(config)
     _refuse_unused_columns(config)
@@ -201,7 +204,7 @@ def _check_sources(config: RunConfig) -> None:
 
 
 def _check_lengths(config: RunConfig, longest_prompt: int, max_sample_tokens: int) -> None:
-    # The trainer gets one token in place of the text of a picture (`Sample.pieces`)
+    # For a picture, the prompt's text is not sent to the trainer; a single token takes its place (`Sample.pieces`)
     num_packed_tokens = max_sample_tokens - longest_prompt + 1 if config.draws else max_sample_tokens
     if num_packed_tokens > config.max_tokens_per_gpu:
         raise ConfigurationError(
@@ -220,7 +223,7 @@ def _check_lengths(config: RunConfig, longest_prompt: int, max_sample_tokens: in
 def _rows(
     config: RunConfig, path: str, is_training: bool, *, reads_images: bool
 ) -> Iterable[tuple[str, Any]]:
-    """Return the rows of a file or of the environment, as pairs of the row's location, for messages, and the row."""
+    """Return (location, row) for each row of a file or of the environment. The location is a text for messages."""
     if path != ROWS:
         return read_rows(path, config.column_map, reads_images=reads_images)
     rows = rows_of(config, "train" if is_training else "eval", config.reward_environment())
@@ -228,7 +231,7 @@ def _rows(
 
 
 def _refuse_unused_columns(config: RunConfig) -> None:
-    """Refuse options for the columns of files if the environment makes all rows, because they would change nothing."""
+    """Refuse options about columns of data files if the environment makes all rows: they would have no effect."""
     if any(path != ROWS for path in (config.data_path, *config.eval_files.values())):
         return
     defaults = {field.name: field.default for field in fields(DataConfig)}
@@ -244,7 +247,7 @@ def _refuse_unused_columns(config: RunConfig) -> None:
 def _check_tokenizer(tokenizer: Any, model: str, vocab_size: int, questions: Sequence[Question]) -> None:
     """Check that the tokenizer belongs to the model.
 
-    For a folder without tokenizer files, transformers makes an empty tokenizer, which decodes every completion to "".
+    If a folder has no tokenizer files, transformers makes an empty tokenizer, which decodes every completion to "".
     """
     if len(tokenizer) > vocab_size:
         raise ConfigurationError(
@@ -263,7 +266,7 @@ def _checked_rewards(config: RunConfig, questions: Sequence[Question]) -> Resolv
     """Return the rewards of the run, after checking that they fit its options and its rows."""
     rewards = ResolvedRewards.of(config)
     check_rewards(config, rewards)
-    # Both calls raise an error if an environment variable is missing
+    # Both calls raise an error if an environment variable is not set
     rewards.secrets()
     config.reward_environment()
     if config.reward_column is not None:
@@ -273,7 +276,7 @@ def _checked_rewards(config: RunConfig, questions: Sequence[Question]) -> Resolv
 
 
 def _check_reward_column(config: RunConfig, rewards: ResolvedRewards, questions: Sequence[Question]) -> None:
-    """Check the column of every row, because the run would later fail at the first wrong row."""
+    """Check the reward column of every row before the start. A wrong row would otherwise fail only when it is reached."""
     combination = config.combination
     for question in questions:
         try:

@@ -45,7 +45,7 @@ RECIPES: dict[str, dict[str, Any]] = {
         "max_staleness": 8,
         **_NO_KL,
     },
-    # Yue et al. 2025, "VAPO": a critic of its own that is trained alone first, decoupled and length-adaptive GAE
+    # Yue et al. 2025, "VAPO": a separate critic model that is trained alone first, decoupled and length-adaptive GAE
     "vapo": {
         "advantage_estimator": "decoupled_gae",
         "estimator_options": "alpha=0.05,critic_lam=1",
@@ -99,8 +99,8 @@ RECIPES: dict[str, dict[str, Any]] = {
         "unbiased_kl": True,
         "off_policy_mask_threshold": 0.5,
     },
-    # Defaults of TRL 1.16's GRPOTrainer with vLLM: one optimizer step for each generation, so that the policy of the ratio
-    # is the current one
+    # Defaults of TRL 1.16's GRPOTrainer with vLLM: one optimizer step for each generation, so that the ratio's
+    # denominator is the current policy
     "trl": {
         **_GRPO,
         "estimator_options": "eps=1e-4",
@@ -113,8 +113,8 @@ RECIPES: dict[str, dict[str, Any]] = {
         "mask_truncated": False,
         **_NO_KL,
     },
-    # Defaults of prime-rl of August 2026: DPPO with the total variation, and a squared log-ratio. It has no bound on the
-    # ratio, as which 1e9 counts: the log-ratio is clamped to 20
+    # Defaults of prime-rl of August 2026: DPPO with the total variation, and a squared log-ratio. It has no upper bound
+    # on the ratio. The bound 1e9 has no effect, because the log-ratio is clamped to 20
     "prime_rl": {
         "advantage_estimator": "dr_grpo",
         "policy_loss": "dppo_tv",
@@ -127,7 +127,7 @@ RECIPES: dict[str, dict[str, Any]] = {
     },
 }
 
-# Options of a recipe that fit only its own loss or its own estimator
+# Options of a recipe that fit only the recipe's own loss or estimator, not one that the user has chosen
 _OF_THE_LOSS = ("clip_low", "clip_high", "loss_options")
 _OF_THE_ESTIMATOR = ("estimator_options",)
 
@@ -140,7 +140,7 @@ def apply_recipe(options: Mapping[str, Any], explicit_names: Collection[str]) ->
         explicit_names: Names of the options that the user has set.
 
     Returns:
-        The options with the recipe's values, and a message that lists these values, or "" without a recipe.
+        The options with the recipe's values, and a message that lists these values ("" without a recipe).
 
     >>> user_options = {"recipe": "gspo", "clip_low": 0.1, "policy_loss": "x"}
     >>> options, message = apply_recipe(user_options, explicit_names={"clip_low"})
@@ -148,7 +148,7 @@ def apply_recipe(options: Mapping[str, Any], explicit_names: Collection[str]) ->
     ('gspo', 0.1, True)
     """
     name = options.get("recipe")
-    # An unknown name is refused later, because the option has a list of choices
+    # If the name is unknown, do nothing: it is refused later, because the option has a list of choices
     preset = dict(RECIPES.get(name or "", {}))
     if not preset:
         return dict(options), ""

@@ -10,7 +10,7 @@ Broken = Iterator[tuple[str, str]]
 
 
 def broken_reference(c: RunOptions) -> Broken:
-    """Find options that do not fit a moving reference."""
+    """Find options that cannot be combined with a moving reference."""
     if c.has_lora:
         yield (
             "ref_update_steps lora_rank",

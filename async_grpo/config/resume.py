@@ -18,7 +18,7 @@ from async_grpo.processes.untrusted_files import open_regular, printable
 from async_grpo.rewards.adapter.registry_source import parse_names
 from async_grpo.training.checkpoint_folder import Manifest, checkpoints_of, named, newest, versions
 
-# Options that must stay the same, with the reasons. All other options may change, and the changes are logged
+# Options that a resumed run must not change, each with the reason. All other options may change, and changes are logged
 _BOUND = "the groups alive were admitted under the earlier bound"
 _CYCLE = "the versions of the groups alive, and the step in which each is trained last, depend on it"
 _RENDERED = "the prompts of the finished groups were rendered with the earlier value"
@@ -66,7 +66,7 @@ FIXED = {
     "teacher_column": "the finished groups have the log-probs of the teachers in the earlier column",
     "teacher_top_k": "the finished groups have the log-probs of the earlier number of tokens",
 }
-# Values that are computed from several options, with the names of these options for messages
+# Values that are computed from several options and must not change, with the names of these options for messages
 DERIVED = {
     "groups_per_step": "--batch-size / --train-minibatch-size",
     "cycle_steps": "--batch-size (with several passes per batch): the number of optimizer steps of a batch",
@@ -75,7 +75,7 @@ DERIVED = {
     "logprob_roles": "the log-probs wanted by --kl-coef, --old-policy, --policy-loss and --teacher",
     "teacher_names": "--teacher",
 }
-# Values of runs whose checkpoints are older than the option
+# Values that these options had before they existed, for checkpoints of older versions
 OF_EARLIER_RUNS: dict[str, Any] = {
     "passes_per_batch": 1,
     "top_p": 1.0,
@@ -124,7 +124,7 @@ def _refuse_other_data(config: RunConfig, folder: Path, manifest: Manifest) -> N
 
 
 def goes_on(config: RunConfig) -> bool:
-    """Return whether `--resume` allows that the output folder already holds a run, because this start continues it."""
+    """Return whether a run in the output folder is no error, because `--resume` lets this start continue it."""
     if config.resume == "auto":
         return True
     if config.resume == "never":
@@ -137,7 +137,8 @@ def goes_on(config: RunConfig) -> bool:
 def _continued(config: RunConfig) -> tuple[Path, Manifest] | None:
     """Return the newest checkpoint of the output folder if a run with the same `--resume PATH` wrote it, else None.
 
-    So if a command with `--resume PATH` is repeated, it continues its own run instead of starting from PATH again.
+    So a command with `--resume PATH` can be repeated: the second start continues the first one, and does not start from
+    PATH again.
     """
     checkpoint = newest(config.output_path)
     if checkpoint is None:
@@ -147,7 +148,10 @@ def _continued(config: RunConfig) -> tuple[Path, Manifest] | None:
 
 
 def _refuse_to_begin_over(config: RunConfig) -> None:
-    """Refuse to begin a new run in a folder with broken checkpoints, or with a run whose fixed options differ."""
+    """Refuse to begin a new run in the folder of another run.
+
+    It is refused if the folder has broken checkpoints, or a run whose options differ although they must not change.
+    """
     folder = config.output_path
     broken = checkpoints_of(folder)
     if broken:
@@ -178,7 +182,7 @@ def refuse_changes(config: RunConfig, folder: Path, earlier: Mapping[str, Any]) 
         value = options[name]
         earlier_value = earlier.get(name, OF_EARLIER_RUNS.get(name, value))
         if name == "reward_fns" and not value:
-            # The workers will name the rewards, which are compared then
+            # The workers will name the rewards, and they are compared then
             continue
         if value != earlier_value:
             flags = DERIVED.get(name, f"--{dashed(name)}")
@@ -219,14 +223,14 @@ def as_options(config: RunConfig) -> dict[str, Any]:
 
 
 def data_digests(config: RunConfig) -> dict[str, str]:
-    """Return the SHA-256 of the data, of a chat template in a file, and of the base and the start of an adapter, by option.
+    """Return SHA-256 digests of the files on which the run depends, by the option that names them.
 
-    A resumed run compares them to check that its prompts are the same, and that the checkpoint's adapter belongs to the
-    base.
+    They are: the data, a chat template in a file, the base model of an adapter, and its initial values. A resumed run
+    compares them, to check that its prompts are the same and that the checkpoint's adapter belongs to the base.
     """
     digests = {}
     if config.data_path == ROWS:
-        # The rows that an environment makes are determined by its name and its options
+        # If an environment makes the rows, its name and its options determine them
         digests["data_path"] = f"{config.environment} {config.environment_options}"
     else:
         digests["data_path"] = digest_of_rows(Path(config.data_path))
@@ -235,7 +239,8 @@ def data_digests(config: RunConfig) -> dict[str, str]:
     if config.has_lora:
         digests["model_name_or_path"] = base_digest(config.model_name_or_path)
     if config.init_adapter is not None:
-        # The scale is in this file. The checkpoint's matrices would be used with another scale if the file had changed
+        # This file contains the scale of the adapter. If it had changed, the matrices of the checkpoint would be used
+        # with another scale
         digests["init_adapter"] = _file_digest(
             str(Path(config.init_adapter).expanduser() / "adapter_config.json")
         )

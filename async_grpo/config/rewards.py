@@ -17,11 +17,11 @@ from async_grpo.rewards.middleware import PRICE
 
 @dataclass(frozen=True)
 class ResolvedRewards:
-    """The rewards of a run, read from their files."""
+    """The rewards of a run, as they are defined in the registry file and in the files of `--reward-fns`."""
 
     source: RewardRegistrySource
     adapters: Mapping[str, Any]  # the run's rewards, by name, without fallbacks
-    everyone: Mapping[str, Any]  # the run's rewards and their fallbacks, by name
+    everyone: Mapping[str, Any]  # the run's rewards and the fallbacks that replace them on failure, by name
 
     @classmethod
     def of(cls, config: RewardConfig) -> "ResolvedRewards":
@@ -80,8 +80,8 @@ class ResolvedRewards:
     def secrets(self) -> dict[str, str]:
         """Return the environment variables with the judges' keys.
 
-        They are passed to the pool as an argument and not through Ray's environment, because other users can read Ray's
-        job table and the environments of its workers.
+        The caller passes them to the pool as an argument. They must not be set for Ray, because other users can read
+        Ray's job table and the environments of its workers.
 
         Raises:
             ConfigurationError: An environment variable that a judge needs is not set.
@@ -111,7 +111,7 @@ def weighable(config: RunConfig, rewards: ResolvedRewards) -> list[str]:
 
 
 def early_at_gate(config: RunConfig, names: Sequence[str], rewards: ResolvedRewards) -> list[str]:
-    """Return the rewards whose scores a gate would use too early, before `post_process_scores` makes them final.
+    """Return the rewards that a gate would read too early: their scores are final only after `post_process_scores`.
 
     Args:
         config: The run's options.
@@ -128,7 +128,7 @@ def check_rewards(config: RunConfig, rewards: ResolvedRewards) -> None:
     check_options(rewards.everyone, config.options_by_name)
     for rules in (_broken_methods, _broken_names, _broken_roles):
         refuse_broken(config, rules(config, rewards))
-    # This property raises an error if the weights add up to 0
+    # Reading this property raises an error if the weights add up to 0
     _ = config.combination
 
 
@@ -156,7 +156,7 @@ def _broken_methods(c: RunConfig, r: ResolvedRewards) -> Broken:
             f"do not fit: {', '.join(r.whole_groups)} scores by the whole group, and a group of one has nothing to compare "
             "with; give at least 2 samples per question",
         )
-    # If a column names the rewards of each row, `preflight` checks every row
+    # If a column names the rewards of each row, `preflight` checks this for every row
     early_names = [] if c.reward_column else early_at_gate(c, tuple(r.adapters), r)
     if early_names:
         yield (
@@ -167,7 +167,7 @@ def _broken_methods(c: RunConfig, r: ResolvedRewards) -> Broken:
 
 
 def _broken_process_rewards(c: RunConfig, r: ResolvedRewards, fills: bool) -> Broken:
-    """Find process rewards that do not fit the options, and outcome rewards where process rewards are needed.
+    """Find process rewards that do not fit the options, and outcome rewards where only process rewards fit.
 
     Args:
         c: The run's options.
@@ -221,7 +221,7 @@ def _unknown(names: Iterable[str], known_names: Iterable[str]) -> str:
 
 
 def _broken_roles(c: RunConfig, r: ResolvedRewards) -> Broken:
-    """Find judge options without a judge, and rewards that cannot be judges or fallbacks as the options require."""
+    """Find judge options in a run without judges, and rewards that cannot have the role that an option gives them."""
     names_with_tpm = [name for name, limits in c.limits.items() if limits.tokens_per_minute is not None]
     not_judges = _unknown(names_with_tpm, r.judges)
     if not_judges:

@@ -1,4 +1,4 @@
-"""Checks of the rows by the rewards, before a run starts: a row that cannot be scored would fail in every step."""
+"""Let the rewards check the rows before a run starts, because a row that cannot be scored would fail in every step."""
 
 import logging
 import threading
@@ -35,7 +35,7 @@ def check_rows(config: RunConfig, rewards: ResolvedRewards, questions: Sequence[
     """
     checks = _checks_of(config, rewards)
     is_main_thread = threading.current_thread() is threading.main_thread()
-    # A check is interrupted by a signal, which only the main thread gets
+    # A check is interrupted by a signal, and only the main thread gets signals
     if not checks or config.environment or not is_main_thread:
         return
     options = config.options_by_name
@@ -73,7 +73,7 @@ def _check_row(name: str, check: RowCheck, question: Question, options: dict[str
         with interrupted_after(ROW_S, f"the check of the row by {name}"):
             check(row, **accepted_options(check, options))
     except Exception as error:
-        # The check may be the user's own function, which may raise anything
+        # A check may be the user's own function, which may raise any exception
         kind = "" if isinstance(error, ValueError | ConfigurationError) else f"{type(error).__name__}: "
         raise ConfigurationError(
             f"{question.where}: the reward {name} cannot score this row: {kind}{error}. Correct the row or drop it, or "

@@ -1,7 +1,7 @@
-"""What rules between options share: a broken rule is an error or a warning, whose message names a way out.
+"""The common parts of all rules between options: a broken rule is an error or a warning, whose message names a way out.
 
-A broken rule yields the names of its options, separated by spaces, and a message. The error prints each option with its
-value, then the message.
+A rule yields the names of the options that break it, separated by spaces, and a message. The error prints each option
+with its value, then the message.
 """
 
 import os
@@ -36,7 +36,7 @@ def idle(config: Any, flags: str, reason: str) -> Broken:
 
 
 def changed_options(config: Any, names: Iterable[str]) -> list[str]:
-    """Return those of the options whose values differ from their defaults."""
+    """Return the names whose options differ from their defaults."""
     fields = type(config).__dataclass_fields__
     return [name for name in names if getattr(config, name) != fields[name].default]
 

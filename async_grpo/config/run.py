@@ -62,7 +62,8 @@ class RunConfig(RunOptions):
         options, adapter_message = with_base_of_adapter(options)
         options, recipe_message = apply_recipe(options, explicit_names)
         options, lora_message = with_lora_rate(options, explicit_names)
-        # Only rank 0 of the trainer prints the messages. `async-grpo run` itself uses a subclass and does not
+        # Only rank 0 of the trainer prints the messages. `async-grpo run` uses a subclass, so it does not print them a
+        # second time
         if cls is RunConfig and os.environ.get("RANK", "0") == "0":
             for message in filter(None, (adapter_message, recipe_message, lora_message)):
                 print(message, flush=True)
@@ -70,7 +71,7 @@ class RunConfig(RunOptions):
 
     def __post_init__(self) -> None:
         if self.environment and not self.reward_fns:
-            # Without other rewards, the environment's own reward is used
+            # If no other reward is named, use the environment's own reward
             object.__setattr__(self, "reward_fns", ENVIRONMENT)
         if self.is_taught_alone and not self.reward_fns:
             object.__setattr__(self, "reward_fns", UNSCORED)
@@ -100,7 +101,7 @@ def with_base_of_adapter(options: Mapping[str, Any]) -> tuple[dict[str, Any], st
     is_adapter = (folder / "adapter_config.json").is_file() and not (folder / "config.json").exists()
     if options.get("init_adapter") is not None or not is_adapter:
         return dict(options), ""
-    # This import loads torch, which takes seconds
+    # Import this here, because it loads torch, which takes seconds
     from async_grpo.modeling.incomplete_folders import base_of_adapter
 
     base = base_of_adapter(folder)
@@ -150,8 +151,8 @@ class WorkerConfig(EngineConfig, LogprobConfig, MemberConfig):
 def write_params(path: Path, config: RunConfig, facts: Mapping[str, Any]) -> None:
     """Write the run's parameters to a file that `--config` can read.
 
-    `async-grpo run` writes the file first and its trainer writes it again, so keys that are already there and are not
-    set again are kept.
+    `async-grpo run` writes the file first, and its trainer writes it again. Keys that the second call does not set keep
+    their values.
 
     Args:
         path: The file.
@@ -162,7 +163,7 @@ def write_params(path: Path, config: RunConfig, facts: Mapping[str, Any]) -> Non
     earlier = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
     options = {**dataclasses.asdict(config), "reward_fns": list(parse_names(config.reward_fns))}
     text = json.dumps({**earlier, **options, **facts}, indent=2) + "\n"
-    # Replace the file in one step, because workers may be reading it
+    # Write a new file and rename it, because workers may be reading the old one
     new_path = path.with_suffix(".new")
     new_path.write_text(text, encoding="utf-8")
     new_path.replace(path)

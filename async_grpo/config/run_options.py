@@ -139,9 +139,9 @@ class RunOptions(
     def logprob_roles(self) -> tuple[str, ...]:
         """Return the kinds of logprob workers that the run needs, such as "reference" and "proximal"; often none."""
         roles = []
-        # With LoRA the trainer itself computes the reference, by its model without the adapter, and with a policy that
-        # draws, by a copy of the initial model. Only a KL penalty in the rewards is needed before the trainer sees the
-        # sample
+        # With LoRA, the trainer computes the reference itself, as the model without the adapter. For a policy that
+        # draws, the trainer has a copy of the initial model. A reference worker is then needed only for a KL penalty in
+        # the rewards, which is computed before the trainer gets the sample
         has_reference_in_trainer = self.has_lora or self.draws
         if self.kl_coef > 0 and (self.kl_in_reward or not has_reference_in_trainer):
             roles.append("reference")

@@ -33,7 +33,7 @@ from async_grpo.weights.config import get_transport
 if TYPE_CHECKING:
     from async_grpo.config.model_facts import ModelFacts
 
-# Options of teachers that nothing reads without --teacher. `teacher_coef` is among those that a recipe may set
+# Options that have no effect without --teacher. `teacher_coef` is in a second list, because a recipe may set it
 NEED_TEACHER = """
     teacher_column teacher_coef teacher_top_k teacher_demonstration teacher_template teacher_api_key_env teacher_concurrency
     teacher_requests_per_minute teacher_timeout_s teacher_attempts
@@ -41,7 +41,7 @@ NEED_TEACHER = """
 NEED_SERVER = """
     teacher_api_key_env teacher_concurrency teacher_requests_per_minute teacher_timeout_s teacher_attempts
 """.split()
-# Options that need a reward, so that they do nothing in a run whose only reward is `unscored`
+# Options that need a reward. They have no effect in a run whose only reward is `unscored`
 NEED_REWARD = "retire_solved_above curriculum keep_best eval_data_path kl_in_reward overlong_buffer".split()
 MAX_SHOWN_CHARACTERS = 60
 
@@ -118,7 +118,7 @@ def _broken_teachers(c: RunConfig) -> Broken:
 
 
 def _broken_names(c: RunConfig) -> Broken:
-    """Find teachers whose names do not fit `--teacher-column`."""
+    """Find teachers without names although there are several, or without the column that assigns them to rows."""
     has_names = "" not in c.teachers
     if has_names and c.teacher_column is None:
         yield (
@@ -133,7 +133,7 @@ def _broken_names(c: RunConfig) -> Broken:
 
 
 def _broken_demonstration(c: RunConfig) -> Broken:
-    """Find teachers that are the policy itself without a text that only they read, and unusable templates."""
+    """Find a teacher that is the policy itself but has no text that only the teacher reads; and unusable templates."""
     is_itself = {SELF, INITIAL} & set(c.teachers.values())
     if c.teacher_demonstration is None:
         if is_itself:
@@ -160,7 +160,7 @@ def _broken_demonstration(c: RunConfig) -> Broken:
 
 
 def _broken_servers(c: RunConfig) -> Broken:
-    """Find options that do not fit teachers on servers."""
+    """Find options that teachers on servers cannot use, or that only they use."""
     if not c.teacher_servers:
         yield from idle(c, " ".join(NEED_SERVER), "with a --teacher that no server holds: leave it out")
         return
@@ -183,7 +183,7 @@ class CheckedTeachers:
 
     questions: list[Question]  # the questions, with the prompts of their teachers
     fingerprints: dict[str, str]  # fingerprint of the model of each teacher, by kind of logprob worker
-    # Number of tokens of the longest sequence that a teacher may read; 0 if it reads what the policy reads
+    # Number of tokens of the longest sequence that a teacher may read; 0 if teachers read the same tokens as the policy
     longest_sequence: int
 
 
@@ -209,7 +209,7 @@ def checked_teachers(config: RunConfig, model: "ModelFacts", questions: list[Que
         refuse(not Path(folder).is_dir(), f"--teacher {folder}: there is no such folder")
         refuse_other_vocabulary(folder, config.model_name_or_path)
         fingerprints[kind] = model_fingerprint(folder)
-    # The prompt of a teacher must leave room for the longest completion
+    # Together with the longest completion, the teacher's prompt must fit into the context and into a micro-batch
     max_tokens = min(model.context_tokens, config.max_tokens_per_gpu) - config.max_generation_tokens
     taught_questions = []
     longest_sequence = 0
@@ -251,7 +251,8 @@ def _teacher_prompt(
     )
 
     def with_demonstration(question: str) -> str:
-        # The template is split first, so that a placeholder's name in a question or demonstration stays as it is
+        # Split the template before filling it in, so that a question or a demonstration may contain the name of a
+        # placeholder
         template = config.teacher_template or TEMPLATE
         parts = [part.replace(QUESTION, question) for part in template.split(DEMONSTRATION)]
         return demonstration.join(parts)

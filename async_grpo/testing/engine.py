@@ -20,9 +20,9 @@ from async_grpo.weights.received_chunks import ReceivedChunks
 class FakeEngine:
     """An `Engine` that draws every token at random and reports the log-probs of that distribution.
 
-    No model is used for generation, but the engine keeps the weights that it receives, so that the trainer can verify
-    that they arrived. The reported log-probs are those with which the tokens were drawn, so off-policy corrections are
-    right.
+    It uses no model for generation, but keeps the weights that it receives, so that the trainer can verify that they
+    arrived. It reports the log-probs with which it has drawn the tokens, so off-policy corrections work as with a real
+    engine.
     """
 
     STOP_CHANCE = 0.1  # probability that a token is a stop token; the first token never is
@@ -35,7 +35,8 @@ class FakeEngine:
         token_ids = np.arange(settings.vocab_size)
         undrawn_token_ids = [*settings.stop_token_ids, *settings.unsampled_token_ids]
         self._text_token_ids = np.setdiff1d(token_ids, undrawn_token_ids).astype(np.int32)
-        self._running = asyncio.Event()  # cleared while weights are loaded, and while the engine sleeps
+        # Set while requests may run; cleared while weights are loaded and while the engine sleeps
+        self._running = asyncio.Event()
         self.is_asleep = False
         self._running.set()
         self._progress = _no_progress()
@@ -97,7 +98,7 @@ class FakeEngine:
         )
 
     async def sleep(self, level: int) -> None:
-        """Hold all later requests until the next update."""
+        """Let all later requests wait until the next update."""
         self._running.clear()
         self.is_asleep = True
 
@@ -168,7 +169,7 @@ class InProcessWorker:
     async def stream(self, method: str, *args: Any) -> AsyncGenerator[Any]:
         """Yield the items of a method of the engine; see `WorkerLink`."""
         async for item in self._handler(method)(*args):
-            # The worker may have died while the item was generated
+            # The worker may have died while this item was generated
             self._refuse_if_lost()
             yield item
 
@@ -186,7 +187,7 @@ class InProcessWorker:
     async def load(self, package: WeightPackage) -> Receipt:
         """Load a package of weights, and return the receipt with the log-probs of its canary."""
         if not package.chunks:
-            # The trainer asks whether this worker has the trainer's weights already
+            # The trainer only asks whether this worker already has the trainer's weights
             self._refuse_if_lost()
             return {}, await answer_canary(self.engine, package.canary_texts)
         chunks = [memoryview(chunk) for chunk in package.chunks]
@@ -207,7 +208,7 @@ class InProcessRun:
 
     TIMEOUT_S = 30.0  # timeout of each call
     of_reference = False  # whether the workers are the reference workers
-    reference_connection: "InProcessRun"  # what `reference_workers` has returned
+    reference_connection: "InProcessRun"  # the connection that `reference_workers` has returned
 
     def __init__(self, controller: Any) -> None:
         self.controller = controller

@@ -1,4 +1,4 @@
-"""The canary: fixed texts. The proof of a sync compares the engine's log-probs of these texts with the trainer's."""
+"""The canary: fixed texts. To prove a sync, the engine's log-probs of these texts are compared with the trainer's."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -6,8 +6,8 @@ from typing import Self
 
 import numpy as np
 
-# Lengths of the canary's texts, limited by the model's context. Long texts reveal errors in positions. Even longer
-# texts would need too much memory, because an engine holds the logits of all tokens of a text at once
+# Lengths in tokens of the canary's texts, limited by the model's context. Long texts reveal errors at late positions.
+# Longer texts would need too much memory, because an engine has the logits of all tokens of a text in memory at once
 CANARY_TOKENS = (16, 128, 512)
 
 
@@ -18,9 +18,9 @@ class Canary:
     texts: Sequence[np.ndarray]  # token ids of each text, (L,) int32; N is the number of tokens of all texts
     # (model, *texts) -> the trainer's log-probs (N,); a collective, called on every rank
     logprobs: Callable[..., np.ndarray]
-    # Takes this rank's numbers, and returns the maximum of each over all ranks. A collective. It shares what only rank 0
-    # knows, because only rank 0 talks to the engines: all other ranks pass zeros. The default, `list`, is for a single
-    # rank: it returns the same numbers
+    # Takes numbers of this rank, and returns the maximum of each over all ranks (a collective). It tells all ranks what
+    # only rank 0 knows, because only rank 0 talks to the engines: all other ranks pass zeros. The default, `list`, is
+    # for a single rank and returns the numbers unchanged
     max_over_ranks: Callable[[list[float]], list[float]] = list
 
     @staticmethod

@@ -31,16 +31,17 @@ BLOCK_WORDS = 1 << 16
 WORD = np.dtype("<u2")
 COUNT = np.dtype("<u4")
 ALIGNMENT_BYTES = 4
-# Senders send changes only if they are smaller than this share of the whole. Above it, they save little
+# Changes are sent only if they are smaller than this fraction of the whole tensor. Above it, they save little
 LARGEST_SHARE = 0.6
-LARGEST_COMPRESSED_SHARE = 0.9  # the same for compressed changes, which are of small tensors
+# The same fraction for compressed changes, which are made only for small tensors
+LARGEST_COMPRESSED_SHARE = 0.9
 COMPRESSED = 1 << 31  # added to the count of a compressed block
-# A block is compressed if more than one word in this number has changed. Fewer changes are small without compression
+# A block is compressed if more than one in this number of its words has changed. With fewer changes, it is small
+# without compression
 MIN_CHANGES_TO_COMPRESS = 8
 LANES = 4  # bytes at equal positions in words of this many bytes are compressed together
-RAW_DEFLATE = (
-    -zlib.MAX_WBITS
-)  # a stream without header and checksum: the digests of the whole tensors are compared
+# Value of zlib's `wbits` for a stream without header and checksum. The digests of whole tensors are compared anyway
+RAW_DEFLATE = -zlib.MAX_WBITS
 
 
 @dataclass(frozen=True)
@@ -50,7 +51,7 @@ class Changes:
     payload: np.ndarray  # (n,) uint8, see the layout above
     num_changed: int  # number of words that differ
     is_worthwhile: (
-        bool  # whether the changes are so much smaller than the whole that they should be sent instead
+        bool  # whether to send the changes instead of the whole array, because they are enough smaller
     )
 
 
@@ -59,7 +60,7 @@ def encode_changes(base: np.ndarray, new: np.ndarray, *, compress: bool = False)
 
     Args:
         base: Bytes (n,) uint8 that the receiver already has. n is even.
-        new: Bytes (n,) uint8 that the receiver shall have.
+        new: Bytes (n,) uint8 that the receiver is to have afterwards.
         compress: Whether to compress blocks with many changes.
 
     >>> base = np.zeros(8, np.uint8)
@@ -133,7 +134,7 @@ def apply_changes(base: np.ndarray, payload: np.ndarray) -> None:
         block_words = words[block * BLOCK_WORDS : (block + 1) * BLOCK_WORDS]
         end = begin + stored_words[block]
         if is_compressed[block]:
-            # Addition of unsigned words wraps around, as the difference did
+            # Adding unsigned words wraps around, as subtracting them did when the differences were computed
             block_words += _decompressed(contents[begin:end], len(block_words))
         elif is_whole[block]:
             block_words[:] = contents[begin:end]
@@ -151,7 +152,7 @@ def _compressed(base_words: np.ndarray, new_words: np.ndarray) -> np.ndarray:
     """Return the compressed differences of two arrays of words (n,), as bytes (m,) uint8 with even m."""
     differences = (new_words - base_words).view(np.uint8)
     planes = b"".join(differences[lane::LANES].tobytes() for lane in range(LANES))
-    # Z_RLE looks for repeated bytes alone. Longer matches do not occur in differences, and the search takes time
+    # Z_RLE looks only for repeated bytes. Differences contain no longer repetitions, and searching for them takes time
     compressor = zlib.compressobj(level=1, wbits=RAW_DEFLATE, strategy=zlib.Z_RLE)
     compressed = compressor.compress(planes) + compressor.flush()
     return np.frombuffer(compressed + bytes(len(compressed) % WORD.itemsize), np.uint8)
@@ -166,7 +167,7 @@ def _decompressed(contents: np.ndarray, num_words: int) -> np.ndarray:
     num_bytes = num_words * WORD.itemsize
     decompressor = zlib.decompressobj(wbits=RAW_DEFLATE)
     try:
-        # One byte more than expected, so that a block that is too long is noticed
+        # Ask for one byte more than expected, so that a block that is too long is noticed
         planes = decompressor.decompress(contents.tobytes(), num_bytes + 1)
     except zlib.error as error:
         raise WeightsDidNotLand(f"compressed changes of weights are damaged: {error}") from error

@@ -20,10 +20,11 @@ class Transport:
     """A way to send weights to the engines, and what the rest of the library must know about it."""
 
     make_publisher: MakePublisher
-    # Name under which vLLM knows the engine's side of the transport; see `inference.vllm_edges.receive_weights`
+    # Name of the class with which vLLM's side receives the weights; see `inference.vllm_edges.receive_weights`
     engine_backend: str = "async_grpo_object_store"
     needs_gpu: bool = False
-    sends_packages: bool = True  # if False, proximal logprob workers cannot receive the weights
+    # Whether weights travel in packages; if not, proximal logprob workers cannot receive them
+    sends_packages: bool = True
     fills_object_store: bool = True  # whether the weights take space in Ray's object store
 
 

@@ -1,12 +1,12 @@
 """`--weight-sync-deltas` for a transport that sends single tensors instead of chunks (NCCL), on both sides.
 
-The name under which a tensor travels says what the receiver does with it:
+A tensor travels under a name that tells the receiver what to do with it:
 
-    NAME                        load the tensor, and keep nothing (a self-test, or syncs without the option)
+    NAME                        load the tensor, and keep nothing (in a self-test, or without the option)
     KEEP + NAME                 load the tensor, and keep a copy in main memory
     CHANGES + DIGEST:NAME       apply the changes, which are bytes, to the kept tensor with this digest, and load it
 
-Both sides compute the digests themselves (`package.tensor_digest`), from the tensors that they have.
+Each side computes the digests (`package.tensor_digest`) from the tensors that it has.
 """
 
 from collections.abc import Iterable, Iterator
@@ -37,7 +37,7 @@ class SentTensors:
         self._traffic = traffic
 
     def has(self, names: Iterable[str]) -> bool:
-        """Return whether there is a last version of each of these tensors."""
+        """Return whether this trainer has sent each of these tensors before, and kept it."""
         return set(names) <= self._last.keys()
 
     def keep(self, name: str, tensor: Tensor, digest: int) -> None:
@@ -45,7 +45,10 @@ class SentTensors:
         self._last[name] = digest, tensor.detach().to("cpu", copy=True)
 
     def encode(self, name: str, tensor: Tensor, digest: int) -> tuple[str, Tensor]:
-        """Keep a tensor, and return the name under which it travels and what travels, in main memory."""
+        """Keep a tensor, and return (name, tensor) as they travel. The tensor is in main memory.
+
+        It is either the whole tensor or its changes, whichever is smaller.
+        """
         last_digest, last_tensor = self._last[name]
         self.keep(name, tensor, digest)
         _, kept_tensor = self._last[name]
@@ -87,7 +90,8 @@ class ReceivedTensors:
 
     def _changed(self, name: str, base_digest: int, payload: Tensor) -> Tensor:
         """Return the new tensor on the device of the payload, and keep it."""
-        # Removed first, so that a tensor to which changes were applied only in part is never used
+        # Remove the tensor first: if the changes are applied only in part because of an error, it must never be used
+        # again
         digest, tensor = self._last.pop(name, (None, None))
         if tensor is None or digest != base_digest:
             raise WeightsDidNotLand(
@@ -95,12 +99,12 @@ class ReceivedTensors:
                 "a version, or a version did not load"
             )
         apply_changes(_bytes_of(tensor), payload.cpu().numpy())
-        # A copy on a CPU, too, because an engine may use the tensor until after the next changes are applied
+        # Copy the tensor even on a CPU, because the engine may still use it when the next changes are applied
         new_tensor = tensor.to(payload.device, copy=True)
         self._last[name] = tensor_digest(new_tensor), tensor
         return new_tensor
 
 
 def _bytes_of(tensor: Tensor) -> np.ndarray:
-    """Return the bytes (n,) uint8 of a contiguous tensor in main memory, which share its memory."""
+    """Return the bytes (n,) uint8 of a contiguous tensor in main memory, as a view of the same memory."""
     return tensor.view(-1).view(torch.uint8).numpy()

@@ -25,8 +25,8 @@ def in_thread(
         name: Name of the thread.
         limit_s: Seconds to wait for the result.
         timeout_message: Message of the error after that time.
-        outcome: The future that gets the result. If other code sets its result or error earlier, the wait ends, and the
-            result of the call is dropped.
+        outcome: The future that gets the result. Other code may set its result or error earlier. This ends the wait,
+            and the result of the call is dropped.
 
     Returns:
         A function that waits for the call, and returns its result or raises its error. After `limit_s` seconds of

@@ -29,9 +29,10 @@ ABORT_S = 30.0  # seconds that an aborted transfer has to end, in addition to --
 
 @dataclass
 class RecordingSource:
-    """A `WeightSource` of vLLM: yields what travels of each tensor once, and records the full tensor in the wire dtype.
+    """A `WeightSource` of vLLM. It yields each tensor as it travels, and records the digest of the full tensor.
 
-    With `--weight-sync-deltas`, the names and contents that it yields are those of `delta_tensors`.
+    The digest is that of the tensor in the wire dtype. With `--weight-sync-deltas`, the names and contents that it
+    yields are those of `delta_tensors`.
     """
 
     wire_dtype: torch.dtype
@@ -58,10 +59,10 @@ class RecordingSource:
         self._remaining = self._kept() if keep else self._gather()
 
     def begin_changes(self, weights: Mapping[str, torch.Tensor]) -> None:
-        """Set the weights of the next transfer, of which only changes travel. Gathers all weights, which is a collective.
+        """Set the weights of the next transfer, in which only changes travel. A collective, because it gathers all weights.
 
-        The engines are told the sizes of all changes before the transfer begins, so all of them are computed here. They
-        wait in main memory.
+        The engines must be told the sizes of all changes before the transfer begins. So all changes are computed here,
+        and stay in main memory until they are sent.
         """
         self.begin(weights)
         contents = []
@@ -88,7 +89,7 @@ class RecordingSource:
         return self._remaining
 
     def _gather(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield the weights, gathered one by one, and record each as sent."""
+        """Yield the weights, each gathered only when it is needed, and record each as sent."""
         for name, weight in self.weights.items():
             full_weight = full_tensor(weight, self.wire_dtype).contiguous()
             self.sent[name] = record(full_weight)
@@ -105,13 +106,16 @@ class RecordingSource:
             yield KEEP + name, full_weight
 
     def drain(self) -> None:
-        """Gather the tensors that were not sent, because the other ranks gather all tensors and wait for this one."""
+        """Gather the tensors that were not sent.
+
+        The other ranks gather all tensors, and would wait forever for this rank.
+        """
         for _ in self._remaining:
             pass
 
 
 class AbortingClient:
-    """Present the engines through the client interface that vLLM's trainer-side transfer engine calls.
+    """Makes the engines available through the client interface that vLLM's trainer-side transfer engine calls.
 
     If an engine is lost while it joins or receives, the transfer is aborted, because NCCL would wait for it forever.
     """
@@ -131,8 +135,8 @@ class AbortingClient:
         try:
             self._engines.together("init_weight_transfer", init_info)
         except WorkerLost as loss:
-            # End the trainer's wait explicitly: vLLM's trainer side waits inside NCCL for all members, and checks for
-            # errors only afterwards
+            # End the trainer's wait explicitly. vLLM's trainer side waits inside NCCL for all members, and would see
+            # the error only after this wait
             self._abort_join(loss)
             raise
 
@@ -154,7 +158,7 @@ class AbortingClient:
 
 
 class NCCLPublisher(Publisher):
-    """`Publisher` that sends all weights by NCCL broadcasts, before `publish` returns.
+    """A `Publisher` that sends all weights by NCCL broadcasts. They are sent when `publish` returns.
 
     An NCCL group has fixed members. If the set of workers has changed, as in a sync for workers that joined late, a new
     group is built before the sync. An engine that is lost before the transfer begins is left out. If an engine is lost
@@ -163,7 +167,7 @@ class NCCLPublisher(Publisher):
 
     asks_before_sending = False
     _sender: Any = None  # vLLM's trainer-side transfer engine; None without a group
-    _join: concurrent.futures.Future  # the group that is being built
+    _join: concurrent.futures.Future  # set when the trainer has joined the group that is being built
     _members: Mapping[str, int] | None = None  # members of the NCCL group: worker id -> number of processes
 
     def __post_init__(self) -> None:
@@ -189,7 +193,8 @@ class NCCLPublisher(Publisher):
         if engines is None:
             self._source.begin(weights)
             self._sender = self._sender or self.make_engine(0)
-            self._sender.send_weights()  # ranks other than 0 only take part in gathering the weights
+            # On other ranks than 0, this only takes part in gathering the weights
+            self._sender.send_weights()
             return None
         self._begin_transfer(draft, weights)
         engines.begin(draft.for_late)
@@ -207,7 +212,7 @@ class NCCLPublisher(Publisher):
     def _begin_transfer(self, draft: WeightPackage, weights: Mapping[str, torch.Tensor]) -> None:
         """Choose whether the weights travel whole or as changes. Called on rank 0.
 
-        Workers that joined late have no weights yet, and the weights of a self-test are no policy version.
+        They travel whole to workers that joined late, which have no weights yet, and in a self-test.
         """
         is_version = draft.version != SELF_TEST
         has_deltas = self.config.weight_sync_deltas and is_version
@@ -219,11 +224,11 @@ class NCCLPublisher(Publisher):
             self._traffic.num_bytes += self._source.num_bytes
 
     def _broadcast(self, engines: Engines) -> None:
-        """Send the weights to the group. If the transfer was aborted, fence all members of the group."""
+        """Broadcast the weights to the group. If the transfer is aborted, fence all members of the group."""
         try:
             self._within_deadline(self._sender.send_weights)
         except RuntimeError as error:
-            # After an abort, either the aborting client or NCCL itself raises the error
+            # After an abort, the error comes either from the aborting client or from NCCL itself
             was_aborted = isinstance(error, WorkerLost) or self._sender is None
             if not was_aborted:
                 raise
@@ -248,7 +253,7 @@ class NCCLPublisher(Publisher):
                 self._members = members
             except (RuntimeError, DeadlineExceeded) as error:
                 if members == engines.members:
-                    raise  # no engine was lost, so another attempt would fail as well
+                    raise  # no engine was lost, so another attempt would fail, too
                 log.error("the NCCL group is built again without the engine that was lost: %s", error)
             members = dict(engines.members)
         return False

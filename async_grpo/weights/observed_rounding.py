@@ -1,4 +1,4 @@
-"""In the first sync, accept an engine that rounds more than expected, if it is known to use the weights that were sent."""
+"""In the first sync, accept an engine that rounds more than expected, if the read-back shows that it uses the weights."""
 
 import logging
 from dataclasses import replace
@@ -8,8 +8,8 @@ import torch
 from async_grpo.protocols import Receipt, WeightPackage
 from async_grpo.weights.package import canary_miss
 
-# If all weights of a bfloat16 engine were read back, a difference up to this many nats only causes a warning in the first
-# sync
+# Maximum difference in nats that is only a warning in the first sync, if all weights of a bfloat16 engine were read
+# back
 LARGEST_ROUNDING = 1.0
 log = logging.getLogger(__name__)
 
@@ -20,8 +20,8 @@ def with_observed_rounding(
     """Return the package of the first sync, with a higher tolerance if the engine rounds more than expected.
 
     The expected rounding was measured on models with random weights. A trained model may amplify rounding more. If the
-    engine is known to compute with the weights that were sent, a difference up to LARGEST_ROUNDING only causes a
-    warning, and later syncs are compared with this difference.
+    read-back shows that the engine computes with the weights that were sent, a difference up to LARGEST_ROUNDING only
+    causes a warning, and becomes the basis for the tolerance of later syncs.
     """
     received, logprobs = receipt
     if wire_dtype is torch.float32:

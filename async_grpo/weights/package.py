@@ -17,12 +17,12 @@ from async_grpo.errors import WeightsDidNotLand
 from async_grpo.modeling import full_tensor
 from async_grpo.protocols import Manifest, Receipt, TensorRecord, WeightPackage
 
-SELF_TEST = -2  # policy version of the start-up self-test, whose weights never generate samples
+SELF_TEST = -2  # policy version of the self-test at the start; no sample is generated with its weights
 
 _SAFETENSORS = {torch.float32: "F32", torch.bfloat16: "BF16"}  # dtype -> its name in the safetensors format
 _WORD_DTYPES = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # bytes per word -> dtype
-# Number of consecutive canary tokens whose median is compared. Rounding can change the log-probs of single tokens of a
-# trained model greatly, but not those of half of the tokens in a block
+# Number of consecutive canary tokens over which a median is taken. In a trained model, rounding can change the
+# log-probs of single tokens greatly, but not of half of the tokens in a block
 BLOCK_TOKENS = 32
 # Number of words that are hashed at once; it must be even. On a CPU, this many words and their multipliers fit into a
 # core's cache. On a GPU, launching the kernels for fewer words would take longer than the computation
@@ -45,8 +45,8 @@ def tensor_digest(tensor: torch.Tensor) -> int:
     """
     flat = tensor.detach().contiguous().view(-1)
     if flat.data_ptr() % 8 or not flat.numel():
-        # Copy the values into a new buffer, which is aligned. A slice of a larger buffer may not be aligned to words of
-        # 8 bytes
+        # Copy the values into a new buffer, which is always aligned to words of 8 bytes. A slice of a larger buffer may
+        # not be
         flat = flat.clone()
     word_dtype = torch.int64 if flat.nbytes % 8 == 0 else _WORD_DTYPES[tensor.element_size()]
     words = flat.view(word_dtype)
@@ -55,8 +55,8 @@ def tensor_digest(tensor: torch.Tensor) -> int:
     total = torch.zeros((), dtype=torch.int64, device=words.device)
     for start in range(0, words.numel(), chunk_words):
         chunk = words[start : start + chunk_words].to(torch.int64)
-        # The word at index j has the multiplier (j * _GOLDEN) | 1. `start` is even, so the multiplier of the word at
-        # start + i is that of the word at i plus the offset start * _GOLDEN, which is wrapped around to int64 here
+        # The word at index j has the multiplier (j * _GOLDEN) | 1. Since `start` is even, the word at start + i has the
+        # multiplier of the word at i plus start * _GOLDEN. This line wraps that offset around to int64
         offset = (start * _GOLDEN + 2**63) % 2**64 - 2**63
         total += (chunk * multipliers[: chunk.numel()]).sum() + chunk.sum() * offset
     return int(total)
@@ -98,7 +98,7 @@ def pack_weights(
 ) -> tuple[np.ndarray, dict[str, torch.Tensor]]:
     """Gather the weights (a collective), cast them to `dtype`, and write them into a safetensors image, in one pass.
 
-    An image is the content of a safetensors file, here in memory. `safetensors.torch.save` makes the same image, but
+    An image has the bytes of a safetensors file, but in memory. `safetensors.torch.save` makes the same image, but
     needs all gathered tensors at once and copies them three times.
 
     Returns:
@@ -157,9 +157,9 @@ def prove_landed(
         package: The weights that were sent.
         worker_id: The worker to check.
         receipt: The records of the received tensors, and the worker's log-probs of the canary texts.
-        last: The result (N,) of this function for the worker's previous weights, or 0 if there were none. Only the
-            change since then is compared with the tolerance, so that rounding errors that are the same in every sync
-            cancel.
+        last: The result (N,) of this function for the worker's previous weights, or 0 if there were none. The function
+            compares only the change since then with the tolerance, so that rounding errors that are the same in every
+            sync cancel out.
 
     Returns:
         The canary log-probs (N,) of the worker minus the trainer's.
@@ -172,7 +172,7 @@ def prove_landed(
     check_received(package.manifest, received, worker_id)
     difference = logprobs - package.canary_logprobs
     change = canary_miss(difference - last)
-    if not change <= package.tolerance:  # unlike change > tolerance, this is also true for NaN
+    if not change <= package.tolerance:  # unlike `change > tolerance`, this is also true if `change` is NaN
         is_test = package.version == SELF_TEST
         weights = "the start-up self-test" if is_test else f"policy version {package.version}"
         raise WeightsDidNotLand(

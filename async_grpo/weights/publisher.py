@@ -2,9 +2,9 @@
 
     gather and pack (all ranks)  ->  deliver: every engine pauses, loads, resumes, answers  ->  prove  ->  commit
 
-`publish` returns once the weights are packed. If a self-test was requested, it is completed first. The steps after the
-packing run in a thread, while the ranks may accumulate gradients for the next step. The engines pause only while they
-load. No optimizer step is taken before the weights are proven.
+`publish` returns once the weights are packed. If a self-test was requested, it is completed before. A thread then does
+the other steps, while the ranks may accumulate gradients for the next step. The engines pause only while they load. No
+optimizer step is taken before the weights are proven.
 """
 
 import time
@@ -54,9 +54,9 @@ Delivery = Callable[[], tuple[WeightPackage, Mapping[str, Receipt]]]
 
 @dataclass
 class Publisher:
-    """`WeightPublisher` that sends the weights in packages, and proves that each package has landed.
+    """A `WeightPublisher` that sends the weights in packages, and proves that engines use them.
 
-    On request, a self-test is sent before the weights. Other transports override `_store` or `_send`.
+    On request, it sends a self-test before the weights. Other transports override `_store` or `_send`.
     """
 
     engines: Engines | None  # None except on rank 0
@@ -67,33 +67,33 @@ class Publisher:
     rank: int
     config: WeightConfig
 
-    # Yields the (name, tensor) pairs that change from step to step. Without a self-test, only these are sent. None if all
-    # weights change
+    # Yields the (name, tensor) pairs that change from step to step, such as those of an adapter. Without a self-test,
+    # only these are sent. None if all weights change
     named_updates: Callable[[Any], Iterator[tuple[str, torch.Tensor]]] | None = None
-    asks_before_sending = True  # whether the transport can deliver a package without tensors
+    asks_before_sending = True  # whether a package without tensors can be delivered, to ask for log-probs
     chunk_bytes = 256 << 20
     originals_bytes = ORIGINALS_BYTES
 
     def __post_init__(self) -> None:
-        self._has_proof = False  # whether a sync was proven, or has ended on a rank without engines
-        self._rounding = 0.0  # largest `canary_miss` of all proven weights
-        # Sensitivity of the trainer (`measure_sensitivity`) at the first sync; 0 if it was not measured
+        self._has_proof = False  # whether a sync was proven; on other ranks than 0, whether one has ended
+        self._rounding = 0.0  # largest `canary_miss` of all weights that passed the proof
+        # Sensitivity of the trainer to rounding (`measure_sensitivity`) at the first sync; 0 if it was not measured
         self._unchanged_sensitivity = 0.0
-        # Log-probs (N,) and sensitivity of the first weights (`prepare`); None if they are not prepared, or were used
+        # Log-probs (N,) and sensitivity of the first weights, from `prepare`; None before `prepare` and after their use
         self._prepared: tuple[np.ndarray, float] | None = None
-        self._unread = UnreadTensors()  # only rank 0 adds names
+        self._unread = UnreadTensors()  # complete only on rank 0
         self._last_differences: Differences = {}  # each worker's differences at its last proof
         self._traffic = Traffic()
         self._sent_chunks = SentChunks(self.config.weight_sync_deltas, self._traffic)
         self._for_late = False  # whether the current sync serves only workers that joined late
-        # Waits for the last sync. `publish` calls it, so that syncs do not overlap. Before the first sync it is `dict`,
-        # which returns {}
+        # Waits for the end of the last sync. `publish` calls it first, so that two syncs never overlap. Before the
+        # first sync it is `dict`, which returns {}
         self._proof: Proof = dict
 
     def prepare(self, model: nn.Module) -> None:
-        """Compute the canary log-probs and the sensitivity of the first weights, while engines load. A collective.
+        """Compute the canary log-probs of the first weights and their sensitivity, while engines load. A collective.
 
-        The weights must not change before the first sync.
+        The weights must not change between this call and the first sync.
         """
         expected = self._canary_logprobs(model)
         sensitivity = 0.0
@@ -125,8 +125,8 @@ class Publisher:
         started = time.monotonic()
         self._for_late = self_test and self._has_proof
         wait_for_self_test: Proof = self._run_self_test(model) if self_test else dict
-        # The draft needs the result of the first round of the self-test, which is known by now. The last round may still
-        # be under way: this rank computes while the engines load
+        # The draft needs the result of the first round of the self-test, which has ended. The last round may still be
+        # running: the engines load its weights while this rank computes
         draft = self._draft(model, version)
         self._prepared = None
         wait_for_self_test()
@@ -174,22 +174,22 @@ class Publisher:
             prove_unchanged = self._transact(unchanged, weights)
             wait_for_proof = self._begin_round(lambda: self._remember(prove_unchanged()))
         if self.wire_dtype is not torch.float32:
-            # Wait for the receipts, which say what tensors the engines can read back. The rounds depend on this
+            # Wait for the receipts. They say which tensors the engines can read back, and the rounds depend on this
             wait_for_proof()
         restored = frozenset[str]()
         unread = self._unread.names
         for group in rounds(
             weights, self.originals_bytes, self.wire_dtype, unread, self.canary.max_over_ranks
         ):
-            # In the order of `weights`, not of the set: the noise depends on the order, and must be equal on every rank
+            # Keep the order of `weights`, not of the set: the noise depends on it, and must be equal on every rank
             changed_weights = {name: weight for name, weight in weights.items() if name in group}
             with perturbed(changed_weights):
-                # Each round also sends the original values of the tensors that the previous round changed
+                # Each round also sends the original values of the tensors that the round before has changed
                 changed = self._draft_of_round(model, weights, wait_for_proof)
                 names_to_send = restored | group
                 weights_to_send = {name: weight for name, weight in weights.items() if name in names_to_send}
-                # This returns when copies of the changed weights are packed, or sent by NCCL. So the original values can
-                # be restored at the end of the block
+                # When this returns, the changed weights have been copied or sent. So the block may end, which restores
+                # the original values
                 prove = self._transact(changed, weights_to_send)
                 wait_for_proof = self._begin_round(prove)
             restored = group
@@ -202,11 +202,11 @@ class Publisher:
     def _engines_have_weights(self, unchanged: WeightPackage) -> bool:
         """Return whether all engines already compute with the trainer's weights. A collective.
 
-        An empty package asks for their log-probs of the canary texts. In bfloat16 and with `--canary-tolerance`, nothing is
-        asked, because the read-back may have to show a lost tensor. It works only if engines first receive the weights that
-        they have already (`ReadBack`). Workers that joined late have older weights.
+        An empty package asks for the engines' log-probs of the canary texts. In bfloat16 and with `--canary-tolerance`,
+        it is not sent: a lost tensor may be visible only in the read-back, which works only if engines first receive the
+        weights that they already have (see `ReadBack`). Workers that joined late have older weights.
         """
-        # An engine cannot compute with an adapter before the first sync
+        # Engines of a run with an adapter compute nothing before the first sync has brought it
         has_adapter = self.named_updates is not None
         cannot_ask = has_adapter or self._for_late or not self.asks_before_sending
         if cannot_ask or self.config.canary_tolerance is not None or self.wire_dtype is not torch.float32:
@@ -214,7 +214,7 @@ class Publisher:
         ask = self._transact(unchanged, {}, with_proof=False)
         differences = self._begin_round(ask)()
         is_equal = [canary_miss(difference) <= unchanged.tolerance for difference in differences.values()]
-        # Only rank 0 knows the differences
+        # Only rank 0 knows the differences, and tells the others its answer
         (have_weights,) = self.canary.max_over_ranks([float(bool(is_equal) and all(is_equal))])
         if have_weights:
             self._remember(differences)
@@ -226,9 +226,9 @@ class Publisher:
         weights: Mapping[str, torch.Tensor],
         wait_for_last_round: Callable[[], Any],
     ) -> WeightPackage:
-        """Return the package of a round of the self-test, still without its tensors. A collective.
+        """Return the package of a round of the self-test, without its tensors. A collective.
 
-        Compute what does not depend on the previous round. Then wait until that round has ended, because the tolerance
+        First compute what does not depend on the round before, and then wait for the end of that round: the tolerance
         depends on the differences in the first round.
         """
         expected = self._canary_logprobs(model)
@@ -256,12 +256,12 @@ class Publisher:
             self._unchanged_sensitivity = sensitivity
             tolerance = max(SENSITIVITIES[self.wire_dtype] * sensitivity, UNCHANGED_ALLOWED[self.wire_dtype])
         else:
-            # Proven weights have shown this much rounding. Rounding varies from sync to sync, hence the factor of 3
+            # Proven weights have differed by `_rounding`. It varies from sync to sync, hence the factor of 3
             tolerance = max(3 * self._rounding, MIN_TOLERANCE)
             if any(isinstance(weight, MergedWeight) for _, weight in self.named_weights(model)):
-                # A new adapter is zero, so the first sync has sent the weights of the base model, which need no rounding.
-                # Later syncs send weights plus adapter, rounded to the engine's dtype, while the trainer adds the
-                # adapter's output to the layer's
+                # A new adapter is zero, so the first sync has sent exactly the base model. Later syncs send the sum of
+                # weights and adapter, rounded to the engine's dtype. The trainer adds the adapter's output instead,
+                # without this rounding
                 tolerance = max(tolerance, SENSITIVITIES[self.wire_dtype] * self._unchanged_sensitivity)
         return self._package(version, expected, tolerance)
 
@@ -288,7 +288,7 @@ class Publisher:
         return measure_sensitivity(lambda: self._canary_logprobs(model), expected, weights, self.wire_dtype)
 
     def _remember(self, differences: Differences) -> None:
-        """Keep the differences of proven weights. Later syncs are compared with them."""
+        """Keep the differences of weights that passed the proof, for the comparison with later syncs."""
         self._last_differences = {**self._last_differences, **differences}
         self._rounding = max([self._rounding, *map(canary_miss, differences.values())])
         self._has_proof = True
@@ -299,9 +299,9 @@ class Publisher:
         """Begin a sync: gather the weights on all ranks, and return the function that completes it.
 
         Args:
-            draft: The package of the weights, still without tensors.
+            draft: The package of the weights, without its tensors.
             weights: Tensors by name.
-            with_proof: If False, no worker fails, whatever it answers.
+            with_proof: Whether a worker that fails the proof is fenced.
 
         Returns:
             A function that delivers the weights, proves that they landed, and commits. It returns each worker's canary
@@ -321,7 +321,7 @@ class Publisher:
                     differences = canary_differences(package, receipts)
                 engines.commit(package, list(differences))
             except BaseException as error:
-                # A failure of `abort` must not replace `error`, which is raised below
+                # If `abort` fails as well, its error must not replace `error`, which is raised below
                 with suppress(Exception):
                     engines.abort(error)
                 raise
@@ -339,8 +339,8 @@ class Publisher:
                 joined late does not raise it.
         """
         is_self_test = package.version == SELF_TEST
-        # The changed weights of a self-test cause other rounding errors than the last weights, so that subtracting the
-        # last differences would not cancel them
+        # In a self-test the weights are changed, which causes other rounding errors than in the last sync. So
+        # subtracting the last differences would not cancel them
         last_differences = {} if is_self_test else self._last_differences
         differences = Differences()
         failures: dict[str, WeightsDidNotLand] = {}
@@ -381,7 +381,7 @@ class Publisher:
             references = []
             digests = []
             while packed:
-                # Removed from the list, so that the memory of a chunk is released once it is stored
+                # Remove the chunk from the list, so that its memory is released once it is stored
                 image, tensors = packed.pop(0)
                 records = {name: record(tensor) for name, tensor in tensors.items()}
                 manifest |= records

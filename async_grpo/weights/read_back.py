@@ -11,8 +11,8 @@ from functools import cache
 import torch
 from torch import Tensor
 
-# Number of columns of each matrix that are compared. Few are enough: even at learning rate 1e-6, one in a hundred
-# bfloat16 values of size 0.02 changes per step
+# Number of columns of each matrix that are compared. A few are enough: at learning rate 1e-6, a training step still
+# changes one in a hundred bfloat16 values of size 0.02
 COLUMNS = 8
 _TINY = 1e-30  # values below this magnitude are treated as zero, because some kernels flush them to zero
 # Rounds of the hash splitmix64: (odd multiplier, shift)
@@ -58,9 +58,8 @@ def fingerprint(values: Tensor) -> int:
 def place_of(name: str) -> str:
     """Return the place of a weight: the name of the module whose weights share one fingerprint.
 
-    Single weights cannot be compared, because engines fuse some of them under other names. The experts of a layer have
-    a place of their own, without their router, because some engines pack the experts, and then only the router can be
-    read back.
+    Single weights cannot be compared, because engines fuse some of them under other names. The experts of a layer and
+    their router have different places: if an engine packs the experts, the router can still be read back.
 
     >>> place_of("model.layers.0.self_attn.q_proj.weight"), place_of("model.layers.0.self_attn.qkv_proj.bias")
     ('model.layers.0.self_attn', 'model.layers.0.self_attn')

@@ -1,6 +1,6 @@
-"""The workers' side of `--weight-sync-deltas`, for packages: apply the changes of chunks. See `sent_chunks`.
+"""The workers' side of `--weight-sync-deltas` for packages: turns changes back into whole chunks. See `sent_chunks`.
 
-This module does not import torch, because the worker actors must set variables before torch is imported.
+This module must not import torch, because worker actors set variables before torch is imported.
 """
 
 from collections.abc import Sequence
@@ -35,7 +35,7 @@ class ReceivedChunks:
         expected_digests = [digest for digest in digests if digest is not None]
         if not expected_digests:
             return list(chunks)
-        # Until this update is complete, no chunk is kept: after an error, each later change is refused
+        # Forget all chunks until this update is complete. After an error, later changes are then refused
         bases = self._images
         self._images = {}
         images: dict[str, np.ndarray] = {}

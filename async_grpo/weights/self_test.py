@@ -12,22 +12,22 @@ from async_grpo.weights.package import canary_miss
 
 # Lowest tolerance of any comparison, in nats. Float32 log-probs of the same text differ by this much between machines
 MIN_TOLERANCE = 5e-5
-# Engine and trainer may differ by this multiple of the trainer's sensitivity, which is the change of its log-probs when
-# the last bits of its weights flip (`measure_sensitivity`). Healthy engines differ by at most 1.9 times the sensitivity
-# in bfloat16, where sums are rounded once. In float32, where each of hundreds of terms is rounded, they differ by 2.6
-# times the sensitivity on a real model. A lost tensor causes a difference of thousands of times the sensitivity
-# (docs/log.md, 2026-11-25)
+# Engine and trainer may differ by this multiple of the trainer's sensitivity: the change of its log-probs when the last
+# bits of its weights flip (`measure_sensitivity`). Healthy engines differ by at most 1.9 times the sensitivity in
+# bfloat16, where sums are rounded once. In float32 each of hundreds of terms is rounded, and they differ by 2.6 times
+# the sensitivity on a real model. If a tensor is lost, they differ by thousands of times the sensitivity (docs/log.md,
+# 2026-11-25)
 SENSITIVITIES = {torch.float32: 48.0, torch.bfloat16: 3.0}
-# Lowest tolerance of the first sync for the difference between engine and trainer (`canary_miss`), by the engines' dtype.
-# A trainer whose log-probs change more by rounding gets a higher tolerance. The value for bfloat16 is above the usual
-# rounding, because engines with quantized weights differ from the trainer by more than rounding
+# Minimum tolerance of the first sync for the difference between engine and trainer (`canary_miss`), by the engines'
+# dtype. The tolerance is higher if the trainer is more sensitive to rounding. The value for bfloat16 is above the usual
+# rounding, because engines with quantized weights differ by more
 UNCHANGED_ALLOWED = {torch.float32: MIN_TOLERANCE, torch.bfloat16: 0.3}
 # In a self-test, engine and trainer may also differ by this multiple of their difference before the tensors were
 # changed. An engine with other kernels or with quantized weights differs by more than rounding
 UNCHANGED_DIFFERENCES = 1.5
 
-# Main memory that all ranks together may use to keep the original values of changed tensors. 70 billion parameters in
-# float32 would take 280 GB, which a node may not have in addition to packed weights and the object store
+# Main memory in bytes that all ranks together may use to keep the original values of changed tensors. For 70 billion
+# parameters in float32, all values together would take 280 GB
 ORIGINALS_BYTES = 8 << 30
 
 _INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}  # bytes per value -> dtype
@@ -51,10 +51,11 @@ def self_test_groups(names: Collection[str]) -> list[frozenset[str]]:
 
 
 def groups_within(weights: Mapping[str, torch.Tensor], limit_bytes: int) -> list[frozenset[str]]:
-    """Join the groups of `self_test_groups`, in order, while the original values on all ranks fit into `limit_bytes`.
+    """Join groups of `self_test_groups`, in order, as long as their original values on all ranks fit into `limit_bytes`.
 
     Every tensor is in exactly one group. A layer that exceeds the limit is not divided, because an engine that fuses
-    tensors of a layer loads them together. Sizes are those of whole tensors, so that every rank forms the same groups.
+    tensors of a layer loads them together. The sizes of whole tensors count, not of shards, so that every rank forms
+    the same groups.
 
     >>> weights = {f"layers.{number}.{kind}": torch.zeros(4) for number in range(3) for kind in "qk"}  # 16 bytes each
     >>> [sorted(group) for group in groups_within(weights, 64)]
@@ -85,7 +86,7 @@ def rounds(
     Args:
         weights: All weights by name.
         limit_bytes: Main memory for the original values of a round's tensors; see `groups_within`.
-        wire_dtype: The dtype of the engines. In float32 no layer needs a round of its own.
+        wire_dtype: The dtype of the engines. In float32 no layer needs a separate round.
         unread: Names of the tensors that an engine cannot read back. Only rank 0 knows them.
         max_over_ranks: See `Canary`. In bfloat16, this function is a collective.
     """
@@ -93,7 +94,7 @@ def rounds(
     if wire_dtype is torch.float32:
         return joined_layers
     layers = self_test_groups(weights)
-    # On all ranks but rank 0, the flags are 0
+    # Only rank 0 knows `unread`, so the flags of all other ranks are 0
     flags = max_over_ranks([float(not layer.isdisjoint(unread)) for layer in layers])
     unread_layers = [layer for layer, is_unread in zip(layers, flags, strict=True) if is_unread]
     return [*unread_layers, *joined_layers]
@@ -109,16 +110,16 @@ def _bytes_on_all_ranks(weight: torch.Tensor) -> int:
 def perturbed(weights: Mapping[str, torch.Tensor]) -> Iterator[None]:
     """Add noise to each of the weights (or to this rank's shards) while the block runs.
 
-    An engine that loses one of these tensors computes a visibly different result, whereas the change that a training
-    step makes to a tensor might be too small to see. While the block runs, the original values are kept in main memory
-    (see `groups_within`).
+    If an engine loses one of these tensors, its results become visibly wrong. Without noise, a lost tensor might not be
+    visible, because a training step changes it too little. While the block runs, the original values are kept in main
+    memory (see `groups_within`).
     """
     shards = [local_shard(weight) for weight in weights.values()]
     originals = [shard.detach().to("cpu", copy=True) for shard in shards]
     generators: dict[torch.device, torch.Generator] = {}
     try:
         for shard, weight in zip(shards, weights.values(), strict=True):
-            # Draw on the GPU if there is one, because a CPU takes 10 to 20 s for 10^9 numbers
+            # Draw the noise on the GPU if there is one, because a CPU takes 10 to 20 s for 10^9 numbers
             device = compute_device(weight)
             if device not in generators:
                 generators[device] = torch.Generator(device).manual_seed(0)
@@ -133,11 +134,11 @@ def perturbed(weights: Mapping[str, torch.Tensor]) -> Iterator[None]:
 def noise_scale(shard: torch.Tensor) -> float:
     """Return the standard deviation of the noise for a tensor.
 
-    It is half of the tensor's root mean square, or more if the sum of tensor and noise would be too small to have an
-    effect. This sum has a root mean square of at least 1.5 if the tensor is a vector, because biases are zero in a
-    fresh model. If the tensor is a matrix, the sum maps states with a root mean square of 1 to states with a root mean
-    square of at least 1.25: in a narrow fresh model, queries and keys are so small that all tokens get the same
-    attention, and a small change would have no effect. Each rank computes the standard deviation from its own shard.
+    It is half of the tensor's root mean square (rms), unless the sum of tensor and noise would then be too small to
+    have a visible effect. For a vector, the sum has an rms of at least 1.5, because biases are zero in a new model. For
+    a matrix, the sum maps inputs with an rms of 1 to outputs with an rms of at least 1.25: in a narrow new model,
+    queries and keys are so small that all tokens get the same attention, and a small change would have no effect. Each
+    rank computes the standard deviation from its own shard.
     """
     size = float(shard.float().square().mean().sqrt()) if shard.numel() else 0.0
     min_size = 1.25 * shard.shape[-1] ** -0.5 if shard.ndim > 1 else 1.5
@@ -153,8 +154,8 @@ def round_tolerance(
 ) -> float:
     """Return the tolerance (`canary_miss`, in nats) for a healthy engine in a round of the self-test.
 
-    An engine that rounds more coarsely than `wire_dtype`, such as one with fp8 weights, also does so in the changed
-    model. Its difference is assumed to grow in proportion to the trainer's sensitivity.
+    If an engine rounds more coarsely than `wire_dtype`, for example one with fp8 weights, its difference from the
+    trainer is assumed to grow in proportion to the trainer's sensitivity.
 
     Args:
         sensitivity: Sensitivity of the changed model; see `measure_sensitivity`.
@@ -181,8 +182,8 @@ def measure_sensitivity(
 ) -> float:
     """Return how much log-probs change (`canary_miss`, in nats) when the last bits of half of the weights flip.
 
-    This measures the effect of rounding on the current model, because an engine that evaluates the same sums in another
-    order makes about as many rounding errors. It includes the amplification of rounding in deep and perturbed models.
+    The flips have about the same effect as rounding in an engine that evaluates the same sums in another order. Deep
+    models, and models with noise in their weights, amplify both.
 
     Args:
         logprobs: Function that computes the log-probs (N,) of fixed texts with the current weights.
@@ -200,7 +201,7 @@ def measure_sensitivity(
 def last_bits_flipped(weights: Collection[torch.Tensor], wire_dtype: torch.dtype) -> Iterator[None]:
     """Flip the last bit in `wire_dtype` of every second value of the weights while the block runs.
 
-    A second flip restores the weights. This needs no copy, for which a trainer may not have the memory.
+    Afterwards a second flip restores the weights. So no copy is needed, for which the memory may not suffice.
     """
     shards = [local_shard(weight).detach() for weight in weights]
     for shard in shards:
@@ -215,7 +216,7 @@ def last_bits_flipped(weights: Collection[torch.Tensor], wire_dtype: torch.dtype
 def _flip_last_bits(shard: torch.Tensor, wire_dtype: torch.dtype) -> None:
     """Flip the last bit in `wire_dtype` of every second value in place.
 
-    In a float32 weight, bfloat16's last bit is not the last bit of the value. The bits below it do not change.
+    In a float32 weight, the last bit of bfloat16 is in the middle of the value. The bits below it do not change.
     """
     unit = torch.finfo(wire_dtype).eps / torch.finfo(shard.dtype).eps
     flipped_bit = max(1, int(unit))

@@ -1,14 +1,14 @@
-"""The trainer's side of `--weight-sync-deltas`, for packages: chunks of weights travel as changes to the last chunks.
+"""The trainer's side of `--weight-sync-deltas` for packages: chunks of weights travel as changes to the last chunks.
 
-The trainer keeps the chunks that it sent last, and each worker those that it received last, in main memory. A chunk
-travels as changes (see `changes`) if that is smaller. The changes of an adapter are compressed: it is small, so that
-this takes little time, and in float32 each step changes nearly all of its values. A worker turns changes into the whole
-chunk again (`received_chunks`) before its engine sees it, so that every kind of engine loads whole tensors and reports
-their digests.
+The trainer keeps the chunks that it sent last in main memory, and each worker the chunks that it received last. A chunk
+travels as changes (see `changes`) if these are smaller. A worker applies the changes (`received_chunks`) before its
+engine sees the chunk. So every kind of engine loads whole tensors and reports their digests. The changes of an adapter
+are compressed, because in float32 each step changes nearly all of its values. An adapter is small, so this takes little
+time.
 
-Changes name the digest of the chunk to which they apply. A worker without this chunk refuses them, is fenced, and gets
-whole chunks when it joins again. If the bytes of a worker's chunk have been damaged in memory, the digests of the whole
-tensors differ from the trainer's, and the proof of the sync fails.
+Changes name the digest of the chunk to which they apply. A worker without this chunk refuses them and is fenced. When
+it joins again, it gets whole chunks. If the bytes of a worker's chunk have been damaged in memory, the digests of the
+whole tensors differ from the trainer's, and the proof of the sync fails.
 """
 
 import hashlib
@@ -40,7 +40,7 @@ class SentChunks:
         self._is_enabled = is_enabled
         # Names of the tensors in a chunk -> digest and bytes of the chunk. A chunk holds the same tensors in each version
         self._last: dict[tuple[str, ...], tuple[str, np.ndarray]] = {}
-        self._bases = self._last  # chunks of the version before, to which changes may apply
+        self._bases = self._last  # chunks of the version before, to which the changes apply
         self._package: WeightPackage | None = None  # the package of the last encoded chunk
         self._traffic = traffic
 
@@ -60,7 +60,7 @@ class SentChunks:
             self._traffic.num_bytes += len(image)
             return image, None
         if package is not self._package:
-            # Workers keep the chunks of their last update only, so older ones must not be bases
+            # Workers keep only the chunks of their last update, so changes must apply to these
             self._package = package
             # Workers that joined late have no chunks yet
             self._bases = {} if package.for_late else self._last

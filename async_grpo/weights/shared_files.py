@@ -14,7 +14,7 @@ from async_grpo.weights.publisher import Delivery, Publisher
 
 
 class SharedFilesPublisher(Publisher):
-    """`Publisher` that stores its chunks as files instead of objects in Ray's object store.
+    """A `Publisher` that stores its chunks as files, not as objects in Ray's object store.
 
     The files of a package are removed when its delivery ends.
     """
@@ -27,13 +27,12 @@ class SharedFilesPublisher(Publisher):
             self._folder.mkdir(parents=True, exist_ok=True)
 
     def _store(self, engines: Engines, image: np.ndarray) -> Path:
-        # Each file gets a name that was never used, because a node could still have an old file of the same name in its
-        # cache
+        # Give each file a new name, because a node's cache could still contain an old file of the same name
         path = self._folder / f"weights-{uuid.uuid4().hex}.safetensors"
         self._written.append(path)
         partial_path = path.with_suffix(".partial")
         try:
-            partial_path.write_bytes(image.data)  # not numpy's `tofile`, which does not report a full disk
+            partial_path.write_bytes(image.data)  # numpy's `tofile` would not report a full disk
             partial_path.rename(path)
         except OSError as error:
             partial_path.unlink(missing_ok=True)

@@ -1,4 +1,4 @@
-"""`UnreadTensors`: the tensors that some worker cannot read back, so that only the canary shows whether it uses them."""
+"""`UnreadTensors`: the tensors that some worker cannot read back. Only the canary shows whether it uses them."""
 
 import logging
 
@@ -8,14 +8,14 @@ log = logging.getLogger(__name__)
 
 
 class UnreadTensors:
-    """Collects the names of these tensors from the receipts of a self-test."""
+    """Collects the names of tensors that some worker cannot read back, from the receipts of a self-test."""
 
     def __init__(self) -> None:
         self.names: set[str] = set()
-        self._blind: set[str] = set()  # workers that can read back no tensor at all
+        self._blind: set[str] = set()  # ids of workers that can read back no tensor at all
 
     def add(self, worker_id: str, received: Manifest) -> None:
-        """Add the tensors that a worker received and could not read back. Warn once if these are all its tensors."""
+        """Add the tensors that a worker received and could not read back. Warn once if the worker can read back none."""
         unread = {name for name, tensor in received.items() if not tensor.is_read_back}
         if unread and len(unread) == len(received) and worker_id not in self._blind:
             self._blind.add(worker_id)
