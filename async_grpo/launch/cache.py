@@ -1,4 +1,4 @@
-"""`async-grpo cache`: show what a verdict cache holds, and delete entries."""
+"""`async-grpo cache`: show the contents of a verdict cache, and delete entries."""
 
 import sqlite3
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ from async_grpo.rewards.cache.file import AdapterEntries, CacheFile
 
 DAY_S = 86_400.0
 MEGABYTE = 2**20
-# Seconds to wait for a locked cache. A run that writes holds the lock for milliseconds, a backup program for longer
+# Seconds to wait for a locked cache. A running training locks it only for milliseconds, a backup program for longer
 BUSY_S = 30.0
 _cache = partial(option, panel="Cache")
 

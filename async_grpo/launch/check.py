@@ -1,4 +1,4 @@
-"""Check the options and inputs of a run on this machine, in this process or in one with imported libraries."""
+"""Check the options and inputs of a run on this machine, in this process or in a fork that has the libraries already."""
 
 import importlib.util
 import json
@@ -36,7 +36,7 @@ class Checked:
     """The result of the check of a run's inputs.
 
     Attributes:
-        findings: What the run needs, and what the machine has (`plan.resources`).
+        findings: Comparisons of what the run needs with what the machine has (`plan.resources`).
         resumed_step: Number of finished steps of the checkpoint from which the run continues; None if it starts anew.
         resumed_samples: Number of samples of these steps.
     """
@@ -51,7 +51,8 @@ def check(config: LocalConfig, early: EarlyStart) -> Checked:
 
     Args:
         config: The run's options.
-        early: The programs that were already started. If they include warm servers, the check runs in a process of them.
+        early: The programs that were already started. If they include warm servers, the check runs in a fork of one of
+            them.
 
     Raises:
         ConfigurationError: An option or an input cannot work.
@@ -72,12 +73,12 @@ def read_inputs(config: LocalConfig) -> "Prepared":
         ConfigurationError: An option or an input cannot work.
     """
     refuse_without_engines(config)
-    # Set before torch is imported, because torch would choose a folder in /tmp
+    # Set the variables before torch is imported, because torch would otherwise choose a folder in /tmp
     os.environ.update(compile_cache())
     from async_grpo.config.model_facts import MODEL_KINDS
     from async_grpo.config.preflight import prepare
 
-    # With --engine-python, the file may import packages that only the engines' environment has
+    # With --engine-python, this process may lack packages that the file imports
     if is_file(config.engine) and not config.engine_python:
         engine_class(config.engine)
     kind = MODEL_KINDS[config.policy]
@@ -89,11 +90,11 @@ def read_inputs(config: LocalConfig) -> "Prepared":
 
 
 def refuse_at_once(config: LocalConfig) -> None:
-    """Run those checks that need neither torch nor transformers, before anything is started.
+    """Make the checks that need neither torch nor transformers, before anything is started.
 
     Raises:
-        ConfigurationError: vLLM is not installed, the environment of --engine-python cannot be used, a reward is unknown or
-            has no such option, or a judge's key is missing.
+        ConfigurationError: vLLM is not installed, the environment of --engine-python cannot be used, a reward is
+            unknown or has no such option, or a judge's key is missing.
     """
     refuse_without_engines(config)
     if config.reward_fns:
@@ -127,7 +128,7 @@ def refuse_without_engines(config: LocalConfig) -> None:
 def _check_here(config: LocalConfig) -> Checked:
     prepared = read_inputs(config)
     resumed = prepared.resumed
-    # An evaluation has no trainer whose memory and disk space could be planned
+    # An evaluation has no trainer, so no memory and disk space is planned for one
     trains = config.nproc_per_node > 0
     findings: list[Finding] = []
     if trains:
@@ -155,7 +156,7 @@ def _check_in_warm_process(config: LocalConfig, early: EarlyStart) -> Checked:
         f"--result-file={result}",
     ]
     deadline = time.monotonic() + config.start_timeout_s
-    # A session of its own, so that Ctrl-C reaches only this process. When `early_start` ends, it ends the process
+    # In a new session, so that Ctrl-C reaches only this process. At the end of `early_start`, it ends the other process
     process = subprocess.Popen(command, env=early.variables, start_new_session=True)
     while process.poll() is None:
         early.supervisor.check()
@@ -178,13 +179,13 @@ def _check_in_warm_process(config: LocalConfig, early: EarlyStart) -> Checked:
 
 @dataclass(frozen=True, kw_only=True)
 class CheckConfig(MayHaveNoTrainer):
-    """Options of the program that checks: those of a run or an evaluation, and where its answer goes."""
+    """Options of the checking program: those of a run or an evaluation, and the file for its answer."""
 
     result_file: str = option("", "File for the result, as JSON.")
 
 
 def check_for_launcher(config: CheckConfig) -> None:
-    """Check the inputs, and write the findings, or the reason why the run is refused, to a file for the launcher."""
+    """Check the inputs, and write the result to a file for the launcher: the findings, or why the run is refused."""
     set_up_logging(config.logging_level)
     answer: dict[str, Any]
     try:

@@ -10,7 +10,7 @@ from async_grpo.options.command_line import group_of, options_command, run_app
 from async_grpo.options.log_setup import set_up_logging
 from async_grpo.options.option_file import packages_of_fields
 
-# Panels of `async-grpo --help`
+# Titles under which `async-grpo --help` groups the commands
 RUN = "Train"
 LOOK = "Look at a run"
 CHECK = "Check, evaluate, export"
@@ -184,10 +184,10 @@ def foreign_keys() -> dict[str, set[str]]:
     """Return all names that a configuration file may contain: options of `run` and `worker`, and `FACTS` of a run.
 
     Returns:
-        For each name, the packages that define the option. A configuration file may have the option in a table with the
-        name of such a package. Names of `FACTS` have no packages.
+        For each name, the packages that define an option with this name. A file may have the option in a table that is
+        named like such a package. Names of `FACTS` have no packages.
     """
-    # Imported here, because `async-grpo --help` needs none of the configurations
+    # Import this here, because `async-grpo --help` needs no configuration
     from async_grpo.config.run import FACTS
 
     packages_by_name: dict[str, set[str]] = {name: set() for name in FACTS}
@@ -207,8 +207,8 @@ def _imported(module: str) -> ModuleType:
         cause: BaseException = error
         while cause.__cause__ is not None:
             cause = cause.__cause__
-        # A torchvision that was built for another torch breaks the import of transformers. Nothing here needs
-        # torchvision
+        # A torchvision that was built for another torch breaks the import of transformers. The commands do not need
+        # torchvision, so it can be removed
         is_torchvision_broken = "torchvision" in str(cause)
         way_out = "see README.md"
         if is_torchvision_broken:

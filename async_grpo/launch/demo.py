@@ -73,19 +73,19 @@ TASKS: dict[str, dict[str, Any]] = {
         "eval_samples": 8,
         "reward_fns": "regex",
         "reward_options": "search=true",
-        # One process is enough, because the reward is quick. Each process prolongs the start by a second
+        # One process suffices, because the reward is quick. Each further process makes the start a second longer
         "verifiers_per_reward": 1,
         "evaluation_verifiers": 1,
         "num_training_batches": 8,
         "batch_size": 8,
         "nproc_per_node": 1,
         "max_tokens_per_gpu": 2048,
-        # Enough to name a capital. Truncated completions are therefore trained on, and cause no alarm
+        # Enough tokens to name a capital. Longer completions are truncated, and are trained on as they are
         "max_generation_tokens": 12,
         "mask_truncated": False,
         "truncation_alarm": 1.0,
-        # Late in the run, all answers to many questions are right. Their gradient is zero, but takes most of a step to
-        # compute
+        # Late in the run, all answers to many questions are right. Leave their groups out: they have no gradient, but
+        # would take most of the time of a step
         "zero_variance": "filter",
         "learning_rate": 2e-5,
         "num_warmup_steps": 0,
@@ -104,8 +104,8 @@ TASKS: dict[str, dict[str, Any]] = {
         "samples_per_question": 12,
         "nproc_per_node": 1,
         "max_generation_tokens": 10,  # denoising steps
-        "temperature": 0.7,  # noise level of the denoising steps
-        "max_tokens_per_gpu": 264,  # (picture, step) pairs, with one more per picture
+        "temperature": 0.7,  # noise level of a denoising step
+        "max_tokens_per_gpu": 264,  # a picture has one pair for each of its steps, and one more
         "learning_rate": 3e-4,
     },
     SHAPES_TASK: {
@@ -122,7 +122,7 @@ TASKS: dict[str, dict[str, Any]] = {
         "learning_rate": 2e-4,
     },
 }
-# The results that the demo shows, with their keys in the lines of the evaluation file
+# The results that the demo shows: title -> key in the lines of the evaluation file
 RESULTS = {
     COUNTDOWN: {"accuracy": "eval_countdown/answer_reward", "mean reward": "eval_avg_reward"},
     GUESS: {"mean reward": "eval_avg_reward"},
@@ -132,7 +132,7 @@ RESULTS = {
 }
 # Minimum number of steps for which curves are smoothed. In a shorter run, smoothing would hide what the model learns
 SMOOTHED_STEPS = 40
-# A folder with a file of this name belongs to a demo, and the next demo may empty it
+# Name of a file that marks a folder as that of a demo. The next demo may empty such a folder
 MARK = ".async-grpo-demo"
 log = logging.getLogger(__name__)
 
@@ -224,7 +224,7 @@ def demo(config: DemoConfig) -> None:
     run = LocalConfig(**run_options(config))
     refuse_at_once(run)
     with early_start(run) as early:
-        check(run, early)  # a wrong option must be refused before `claim` removes an earlier demo
+        check(run, early)  # refuse wrong options now, before `claim` removes an earlier demo
         claim(folder, mark=MARK)
         start(run, early)
     keys = ["avg_reward", "avg_max_reward_in_group", "avg_output_tokens", "staleness_mean"]
@@ -256,7 +256,7 @@ def run_options(config: DemoConfig) -> dict[str, Any]:
         "enforce_eager": True,
         "min_samples_per_checkpoint": 10_000_000,
         "eval_pinned": True,
-        "resume": "never",  # this demo replaces an earlier one
+        "resume": "never",  # an earlier demo in this folder is replaced
         **TASKS[config.task],
     }
     if config.steps is not None:
@@ -273,7 +273,7 @@ def run_options(config: DemoConfig) -> dict[str, Any]:
 
 
 def _digits_model() -> Path:
-    """Return the folder of the model that draws digits.
+    """Return the folder of the model for `--draw`, which draws digits.
 
     Raises:
         ConfigurationError: diffusers is not installed.
@@ -287,7 +287,7 @@ def _digits_model() -> Path:
 
 
 def _shapes() -> dict[str, str]:
-    """Return the options that name the model that counts shapes, and its data.
+    """Return the options for `--see`: the model that counts shapes, and its data.
 
     Raises:
         ConfigurationError: torchvision is not installed.

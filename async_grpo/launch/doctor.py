@@ -49,8 +49,8 @@ if TYPE_CHECKING:
 LOOK_S = 300.0  # seconds that one check may take
 PROGRAM_S = 90.0  # seconds that a program started by a check may take
 REPLY_S = 3.0  # seconds that a server may take to reply
-NUM_REWARD_ROWS = 4  # rows of the data on which rewards are tried
-NUM_TOKENIZER_ROWS = 64  # rows of the data on which the tokenizer is tried
+NUM_REWARD_ROWS = 4  # rows of the data with which rewards are tried
+NUM_TOKENIZER_ROWS = 64  # rows of the data with which the tokenizer is tried
 ALL_REDUCE = """
 import sys
 from async_grpo.training.distributed import distributed_run, leave
@@ -110,7 +110,7 @@ def examine(config: DoctorConfig) -> Iterator[Finding]:
     else:
         yield from within(plan.limits)
     if prepared:
-        # A model of the hub was fetched into a folder
+        # If the model is on the hub, it is now in this local folder
         config = replace(config, model_name_or_path=prepared[0].config.model_name_or_path)
         for look in (plan.resources, tokenizer, judges, rewards):
             yield from within(look, config, prepared[0])
@@ -131,7 +131,7 @@ def within(look: Callable[..., Iterable[Finding]], *arguments: Any) -> list[Find
     def run() -> None:
         try:
             findings.extend(look(*arguments))
-        except (Exception, SystemExit) as error:  # drivers and the user's files may raise anything
+        except (Exception, SystemExit) as error:  # drivers and the user's files may raise any exception
             findings.append(Finding(name, ERROR, str(error) or type(error).__name__))
 
     thread = threading.Thread(target=run, daemon=True)
@@ -152,20 +152,20 @@ def within(look: Callable[..., Iterable[Finding]], *arguments: Any) -> list[Find
 def in_main_thread(look: Callable[..., Iterable[Finding]], *arguments: Any) -> list[Finding]:
     """Run a check like `within`, but in the main thread.
 
-    The time of a model's chat template is limited by a signal, which only the main thread gets.
+    It tries the model's chat template, whose time is limited by a signal, and only the main thread gets signals.
     """
     findings: list[Finding] = []
     name = look.__name__.replace("_", " ")
     try:
         with interrupted_after(LOOK_S, f"the check of the {name}"):
             findings.extend(look(*arguments))
-    except (Exception, SystemExit) as error:  # the user's files may raise anything
+    except (Exception, SystemExit) as error:  # the user's files may raise any exception
         findings.append(Finding(name, ERROR, str(error) or type(error).__name__))
     return findings
 
 
 def packages(engine_python: str = "") -> Iterator[Finding]:
-    """Compare the installed packages with the library's requirements. vLLM is not needed if engines run elsewhere."""
+    """Compare the installed packages with the library's requirements. With `engine_python`, vLLM is not required here."""
     problems = []
     if not engine_python and not find_spec("vllm"):
         problems.append("vllm is missing: async-grpo[gpu] or async-grpo[cpu]")
@@ -173,7 +173,7 @@ def packages(engine_python: str = "") -> Iterator[Finding]:
         try:
             installed_version = version(requirement.name)
         except PackageNotFoundError:
-            if not requirement.marker:  # requirements with a marker belong to an optional extra
+            if not requirement.marker:  # requirements with a marker belong to an optional extra, so skip them
                 problems.append(f"{requirement.name}{requirement.specifier} is missing")
             continue
         if not requirement.specifier.contains(installed_version, prereleases=True):
@@ -199,7 +199,7 @@ def vllm_version(engine_python: str = "") -> Iterator[Finding]:
             installed = versions_of_engines[name] if engine_python else version(name)
         except (KeyError, PackageNotFoundError):
             continue
-        # `public` leaves out the label of a build, such as the end of 0.32.0+cu130
+        # `public` drops the label of a build: 0.32.0+cu130 becomes 0.32.0
         is_known = Version(installed).public in KNOWN_VERSIONS
         cure = (
             f"pip install {name}=={PINNED_VERSION}, and torch and transformers as it asks for them; or try this one: "
@@ -224,7 +224,7 @@ def machine() -> Iterator[Finding]:
     with socket.create_server(("127.0.0.1", 0)) as server:
         socket.create_connection(server.getsockname(), REPLY_S).close()
     yield Finding("ports", OK, "the loopback interface has free ones")
-    # A clock that is earlier than the installation of this file is certainly wrong
+    # A clock that shows a time before this file was installed is certainly wrong
     is_clock_wrong = time.time() < Path(__file__).stat().st_mtime
     yield Finding(
         "clock", WARNING if is_clock_wrong else OK, time.ctime(), "set it (timedatectl set-ntp true)"
@@ -324,7 +324,10 @@ def inputs(config: LocalConfig, prepared: "list[Prepared]") -> Iterator[Finding]
 
 
 def tokenizer(config: LocalConfig, prepared: "Prepared") -> Iterator[Finding]:
-    """Check that decoding gives back the texts of the data, and that the end of a chat turn also ends a completion."""
+    """Check that decoding gives back the texts of the data, and that completions end.
+
+    They end only if the token at the end of a chat turn is one of the tokens that end a completion.
+    """
     from async_grpo.modeling.load import load_tokenizer
 
     model_tokenizer = load_tokenizer(config.model_name_or_path)
@@ -339,7 +342,7 @@ def tokenizer(config: LocalConfig, prepared: "Prepared") -> Iterator[Finding]:
 
 
 def _first_changed_row(model_tokenizer: Any, questions: Sequence[Question]) -> str:
-    """Return file and line of the first row whose tokens do not decode to its `input`; "" if there is none."""
+    """Return file and line of the first row whose token ids do not decode to its text; "" if there is none."""
     for question in questions:
         has_tokens = question.row.get("input_token_ids") is not None
         if has_tokens and model_tokenizer.decode(question.token_ids.tolist()) != question.row["input"]:
@@ -364,7 +367,7 @@ def judges(config: LocalConfig, prepared: "Prepared") -> Iterator[Finding]:
             try:
                 build_opener(ProxyHandler({})).open(url, timeout=REPLY_S).close()
             except (OSError, HTTPException) as error:
-                # An HTTP status such as 404 also shows that a server answers
+                # An HTTP error such as 404 also shows that a server answers
                 is_reply = hasattr(error, "code")
                 if not is_reply:
                     level = ERROR
@@ -373,7 +376,7 @@ def judges(config: LocalConfig, prepared: "Prepared") -> Iterator[Finding]:
 
 
 def rewards(config: LocalConfig, prepared: "Prepared") -> Iterator[Finding]:
-    """Try each reward on right and wrong answers made from the data. Judges are skipped, because they cost money."""
+    """Try each reward on right and wrong answers made from the data. Skip judges, because their calls cost money."""
     assert prepared.rewards is not None
     names = [
         name for name in parse_names(config.reward_fns) if display_name(name) not in prepared.rewards.judges

@@ -1,7 +1,7 @@
-"""Start what every run on this machine needs, while its inputs are still being checked.
+"""Start the programs that every run on this machine needs, while its inputs are still being checked.
 
-Ray and the warm servers take the longest time to start (`benchmarks/start_up.py`). Neither depends on the run's inputs,
-and neither writes to the output folder.
+Ray and the warm servers take the longest to start (`benchmarks/start_up.py`). They do not depend on the run's inputs,
+and do not write to the output folder.
 """
 
 import logging
@@ -34,7 +34,8 @@ class EarlyStart:
         variables: Environment variables of every program of the run.
         ray: Ray's head node; None if the run joins a cluster.
         ray_is_up: A file. The run's programs wait until it exists before they connect to a Ray of their own.
-        warm: The files that start processes with imported libraries; None if all processes start as usual.
+        warm: Files that are called instead of `python` and start processes with imported libraries; None if all
+            processes start as usual.
     """
 
     scratch: Path
@@ -51,7 +52,7 @@ def early_start(config: LocalConfig) -> Iterator[EarlyStart]:
 
     Raises:
         ConfigurationError: In every directory for temporary files, the names of sockets would be too long.
-        KeyboardInterrupt: In the block, SIGTERM or SIGHUP arrived.
+        KeyboardInterrupt: SIGTERM or SIGHUP arrived while the block ran.
     """
     with (
         handling(_interrupt, signal.SIGTERM, signal.SIGHUP),
@@ -87,14 +88,15 @@ def early_start(config: LocalConfig) -> Iterator[EarlyStart]:
             )
             raise
         finally:
-            # Before Ray is up, no program of the run has done anything that would need an orderly end
+            # Before Ray is up, no program of the run has done anything yet, so all can be killed at once
             supervisor.stop(at_once=not ray_is_up.exists())
 
 
 def _may_start_warm(config: LocalConfig) -> bool:
-    """Return whether processes are forked from the warm servers. Warm servers have not been tried with GPUs."""
+    """Return whether the run's processes are forked from warm servers. Warm servers are not tested with GPUs."""
     if config.ray_address:
-        # Actors are started by a Ray node that may belong to another user, who cannot reach the servers
+        # In an existing cluster, a Ray node starts the actors. It may belong to another user, who cannot reach the
+        # servers
         return False
     if config.warm_start == "auto":
         return not gpus()
@@ -102,7 +104,7 @@ def _may_start_warm(config: LocalConfig) -> bool:
 
 
 def _forks_engines(config: LocalConfig) -> bool:
-    """Return whether engines are forked from a warm server with vLLM, which takes seconds longer to start."""
+    """Return whether engines are forked from a warm server. That server also imports vLLM, which takes seconds."""
     return not config.engine_python and may_import_vllm(config.engine)
 
 
@@ -120,5 +122,5 @@ def _start_ray(
 
 
 def _interrupt(number: int, _: Any) -> None:
-    """Handle SIGTERM and SIGHUP as Python handles Ctrl-C, so that the run saves a checkpoint before it ends."""
+    """Raise KeyboardInterrupt on SIGTERM and SIGHUP, as Python does on Ctrl-C, so that the run saves a checkpoint."""
     raise KeyboardInterrupt(signal.Signals(number).name)

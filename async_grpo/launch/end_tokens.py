@@ -12,7 +12,7 @@ from async_grpo.processes.deadline import interrupted_after
 if TYPE_CHECKING:
     from async_grpo.config.preflight import Prepared
 
-MESSAGE_COLUMNS = ("messages", "prompt")  # columns of a row that may hold the messages of a chat
+MESSAGE_COLUMNS = ("messages", "prompt")  # columns of a row that may contain a chat as messages
 
 
 def end_tokens(tokenizer: Any, options: PromptOptions, stop_ids: Sequence[int]) -> Finding:

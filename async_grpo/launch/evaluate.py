@@ -46,20 +46,21 @@ from async_grpo.processes.private_folder import private_folder
 from async_grpo.processes.untrusted_files import printable
 from async_grpo.training.checkpoint_folder import MANIFEST, checkpoints_of, read
 
-COMPLETIONS_AT_ONCE = 1024  # fewer if the engines have room for fewer
+# Maximum number of unfinished completions; fewer if the engines have room for fewer
+COMPLETIONS_AT_ONCE = 1024
 EVALUATION_TIMEOUT_S = 7 * 86_400.0
-# No limit: an evaluation has no trainer rank for which a sequence could be too long
+# Too large to limit anything: an evaluation has no trainer rank for which a sequence could be too long
 MAX_TOKENS_PER_GPU = 1 << 30
-FLOW_INDEX_FILE = "model_index.json"  # file of a folder of diffusers, whose model draws
+FLOW_INDEX_FILE = "model_index.json"  # file that marks a folder of diffusers, whose model draws
 MODEL_FILES = ("config.json", FLOW_INDEX_FILE)
-# Options that are taken from the checkpoint's run only, because `async-grpo eval` does not have them
+# Options that `async-grpo eval` does not have. Their values come from the checkpoint's run
 OPTIONS_OF_THE_RUN = (
     "infinite_sampler_seed",
     "dtype",
     "float32_head",
     "advantage_estimator",
 )
-# Options whose value None stands for that of the checkpoint's run, or for the default of `async-grpo run`
+# Options for which None means the value of the checkpoint's run or, without such a run, the default of `async-grpo run`
 OPTIONS_WITH_A_DEFAULT_OF_RUN = ("max_generation_tokens", "temperature", "top_p", "top_k", "min_p")
 # Options that concern only this machine or this command. Their values in the checkpoint's run are ignored
 OPTIONS_OF_THIS_COMMAND = (
@@ -74,13 +75,13 @@ OPTIONS_OF_THIS_COMMAND = (
 )
 # Options with addresses to which rows and completions are sent
 ADDRESS_OPTIONS = {"judge_urls", "http_scorer_urls"}
-# Keyword options and the option that names their receiver. They are taken over only if all named rewards, or the
-# environment, ship with the library: an untrusted folder must not pass arguments to the user's code
+# Keyword options, each with the option that names the code that gets them. They are taken from the run's folder only if
+# that code ships with the library, because an untrusted folder must not pass arguments to the user's code
 OWNER_OF_KEYWORDS = {"reward_options": "reward_fns", "environment_options": "environment"}
 
 
 def _truncation(name: str, allowed: Range) -> Any:
-    """Return an option that restricts sampling to probable tokens, as the training does."""
+    """Return an option that restricts sampling to probable tokens, as the option of this name restricts it in training."""
     return option(
         None,
         f"As --{name} of `async-grpo run`. The default is the run's, or that of `async-grpo run`.",
@@ -104,7 +105,8 @@ class EvalConfig(EvaluationTask, EnvironmentConfig, LocalJudge, EngineOptions, F
         "Several are given as NAME=FILE,NAME=FILE.",
         everyday=True,
         aliases=("data",),
-        portable=True,  # the file is only read as rows; see ADDRESS_OPTIONS
+        # A path in a folder's options is safe: the file is only read as rows (see ADDRESS_OPTIONS)
+        portable=True,
         form=TABLE,
     )
     lora_adapters: str = option(
@@ -149,7 +151,8 @@ class EvalConfig(EvaluationTask, EnvironmentConfig, LocalJudge, EngineOptions, F
         """
         folder = Path(options["path"])
         inherited_names = {field.name for field in fields(cls)} - {*OPTIONS_OF_THIS_COMMAND, *explicit_names}
-        if "judge_model" in explicit_names:  # the evaluation starts its own judge servers, at other addresses
+        # The evaluation starts its own judge servers, so drop the addresses of the run's
+        if "judge_model" in explicit_names:
             inherited_names -= {"judge_urls"}
         inherited = portable_options(cls, _options_of(folder), inherited_names, folder)
         if (folder / FLOW_INDEX_FILE).is_file():
@@ -163,9 +166,9 @@ class EvalConfig(EvaluationTask, EnvironmentConfig, LocalJudge, EngineOptions, F
         if inherited.get("eval_data_path"):
             files = EvaluationTask(eval_data_path=inherited["eval_data_path"]).eval_files
             if any(names_data_set(Path(file)) for file in files.values()):
-                # A folder, which may be somebody else's, must not make this machine ask the hub
+                # The folder may come from a stranger. It must not make this machine download data from the hub
                 refuse_named({"eval_data_path": inherited["eval_data_path"]}, folder)
-            # Rows of a file that an untrusted folder names must not leave the machine
+            # The folder may name any file of this machine. Do not send its rows to an address
             if address_names := sorted(ADDRESS_OPTIONS & {*explicit_names}):
                 print(
                     f"--{dashed(address_names[0])} would receive the rows of a file that the folder names",
@@ -199,11 +202,12 @@ class EvalConfig(EvaluationTask, EnvironmentConfig, LocalJudge, EngineOptions, F
             if field.name not in ("path", "lora_adapters") and not is_default:
                 options[field.name] = value
         if options.get("dtype", "auto") == "auto":
-            # "auto" is resolved here, because the evaluation program sees no GPU: the engines have all of them
+            # Resolve "auto" here. The evaluation program would resolve it wrongly: it sees no GPU, because the engines
+            # have all
             options["dtype"] = "bfloat16" if gpus() and not self.draws else "float32"
         if self.eval_max_tokens is not None:
             options["max_generation_tokens"] = self.eval_max_tokens
-        group_size = max(2, self.eval_samples)  # a run's groups have at least two samples
+        group_size = max(2, self.eval_samples)  # a group of a run has at least two samples
         options |= {
             "model_name_or_path": str(model),
             "data_path": next(iter(files.values())),
@@ -216,7 +220,7 @@ class EvalConfig(EvaluationTask, EnvironmentConfig, LocalJudge, EngineOptions, F
             "eval_pinned": True,
             "resume": "never",
         }
-        return MayHaveNoTrainer(**options, nproc_per_node=0)  # the engines get all GPUs
+        return MayHaveNoTrainer(**options, nproc_per_node=0)  # without ranks, the engines get all GPUs
 
 
 def evaluate(config: EvalConfig) -> None:
@@ -239,7 +243,7 @@ def evaluate(config: EvalConfig) -> None:
         if not _is_model(model):
             model = scratch / "model"
             dtype = config.as_run(model).dtype
-            # A LoRA adapter is merged, so that every engine can evaluate it
+            # Merge a LoRA adapter into the model, so that every engine can evaluate it
             step = export(ExportConfig(path=config.path, output_dir=str(model), dtype=dtype, merged=True))
         run = config.as_run(model)
         arguments = [
@@ -261,7 +265,7 @@ def _absolute_adapters(adapters: str, model: Path) -> str:
     """Return `--lora-adapters` as a table of absolute paths; "" if the option is not set.
 
     Raises:
-        ConfigurationError: A folder holds no adapter, or the model is none.
+        ConfigurationError: A folder contains no adapter, or `model` is not a model.
     """
     if not adapters:
         return ""
@@ -269,7 +273,7 @@ def _absolute_adapters(adapters: str, model: Path) -> str:
         not (model / "config.json").exists(),
         f"--lora-adapters are compared on their base, but {model} is no model: give the folder of the base",
     )
-    # This import takes seconds
+    # Import this here, because it takes seconds
     from async_grpo.config.compared_adapters import adapter_folders
 
     folders = {name: str(folder.absolute()) for name, folder in adapter_folders(adapters).items()}
@@ -295,17 +299,18 @@ def _options_of(folder: Path) -> dict[str, Any]:
         return {}
     names = options.get("reward_fns")
     if isinstance(names, list) and all(isinstance(name, str) for name in names):
-        # A manifest has a list, but the option is a comma list
+        # A manifest has a list here, but the option takes a text with commas
         options = options | {"reward_fns": ",".join(names)}
     return options
 
 
 def _options_without_a_flag(folder: Path) -> dict[str, Any]:
-    """Return the `OPTIONS_OF_THE_RUN`, as the run of a checkpoint had them."""
+    """Return the values that the run of a checkpoint had for OPTIONS_OF_THE_RUN."""
     options = _options_of(folder)
     shipped_estimators = choices_of(RunConfig.__dataclass_fields__["advantage_estimator"])
     if options.get("advantage_estimator") not in shipped_estimators:
-        # An estimator that is not shipped names a file of code. An evaluation computes no advantages, so it is dropped
+        # The run's estimator may be a file of code, which must not be executed. An evaluation needs no estimator, so
+        # drop it
         options.pop("advantage_estimator", None)
     return portable_options(RunConfig, options, OPTIONS_OF_THE_RUN, folder)
 

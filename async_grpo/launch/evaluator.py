@@ -1,4 +1,4 @@
-"""The program of `async-grpo eval` that opens a run without a trainer, lets its engines answer, and shows the results."""
+"""The program of `async-grpo eval`: opens a run without a trainer, scores its engines' completions, and prints results."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -37,7 +37,7 @@ def ask_and_score(config: EvaluatorConfig) -> None:
         AsyncGrpoError: An input cannot work, or a call of the controller failed.
     """
     set_up_logging(config.logging_level, "[evaluator] ", ConsoleHandler())
-    # These imports take seconds, so a wrong option is refused before them
+    # Import these here, because they take seconds: wrong options should be refused before
     from async_grpo.cluster.ray_session import answer, connect
     from async_grpo.cluster.remote_experience import start_batcher
     from async_grpo.cluster.trainer_rank import await_workers, close_run, open_run
@@ -50,7 +50,7 @@ def ask_and_score(config: EvaluatorConfig) -> None:
         from async_grpo.config.compared_adapters import ComparedAdapters, adapter_folders
 
         adapters = ComparedAdapters.read(adapter_folders(config.lora_adapters), config.model_name_or_path)
-        # The engines do receive weights: those of the adapters
+        # With `lora`, the engines expect to receive the weights of adapters
         settings = replace(prepared.settings, lora=adapters.settings)
     questions = prepared.eval_questions
     connect(config.run_name, config.logging_level)
@@ -77,7 +77,7 @@ def _evaluations(
     questions: Mapping[str, "Sequence[Question]"],
     adapters: "ComparedAdapters | None",
 ) -> Iterator[tuple[str, str, dict[str, dict[str, Any]]]]:
-    """Evaluate the model, or its adapters one after the other.
+    """Evaluate the model once, or each of the compared adapters.
 
     Yields:
         The adapter's name, "" if none are compared; the evaluated model's or adapter's path; the results by file name.
@@ -105,7 +105,7 @@ def _written(
     """Write the result of one file, and return the cells of the table."""
     from async_grpo.cluster.remote_experience import write_evaluation
 
-    # The engines number their weights from 0. The results name the training step of the weights instead
+    # The engines number their weights from 0. Replace these numbers in the results by the training step of the weights
     result |= {"version_min": config.step, "version_max": config.step}
     for sample in result["samples"]:
         sample["oldest_version"] = config.step

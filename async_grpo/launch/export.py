@@ -63,7 +63,7 @@ def export(config: ExportConfig) -> int:
         raise ConfigurationError(
             f"--output-dir {target} cannot be made: {error.strerror}: choose another folder"
         ) from error
-    # This import takes seconds, so wrong options are refused before it
+    # Import this here, because it takes seconds: wrong options should be refused before
     from safetensors import SafetensorError
 
     from async_grpo.launch.exported_models import export_adapter, export_checkpoint

@@ -62,7 +62,8 @@ def export_checkpoint(
         return
     settings = _settings_of(folder, manifest)
     if settings is not None:
-        settings = replace(settings, initial_folder="")  # its values were replaced by those of the checkpoint
+        # Do not load the initial adapter: the checkpoint has newer values
+        settings = replace(settings, initial_folder="")
     policy = _policy(source, settings, has_critic=_has_value_head(manifest))
     load_weights(policy, folder)
     if settings is not None and not merged:
@@ -79,7 +80,7 @@ def _export_flow_checkpoint(folder: Path, manifest: Manifest, source: str, targe
     settings = _settings_of(folder, manifest)
     if settings is not None:
         add_lora(policy.model, settings)
-        # The checkpoint's values replace these
+        # Only creates the adapter; the values from the checkpoint then replace these
         fill_lora(policy.model, settings, seed=0, device=CPU)
     load_weights(policy, folder)
     weights = {}
@@ -115,7 +116,7 @@ def export_adapter(folder: Path, target: Path, base: str, dtype: str) -> None:
 
 
 def _has_value_head(manifest: Manifest) -> bool:
-    """Return whether the policy of a checkpoint has a value head: its critic is not a model of its own."""
+    """Return whether the policy of a checkpoint has a value head: it has a critic, and that is not a separate model."""
     estimator = ADVANTAGE_ESTIMATORS.get(str(manifest.options.get("advantage_estimator")))
     has_critic = estimator is not None and estimator.needs_critic
     return has_critic and manifest.options.get("critic_model") is None
@@ -140,7 +141,8 @@ def _policy(source: str, settings: LoraSettings | None, *, has_critic: bool) -> 
     model = load_causal_lm(source, "float32")
     if settings is not None:
         add_lora(model, settings)
-        # The checkpoint's values replace these. An adapter that was made without values could not be loaded into
+        # Creates the adapter, because values can be loaded only into an existing one. The checkpoint's values then
+        # replace these
         fill_lora(model, settings, seed=0, device=CPU)
     return PolicyModel(model, value_head=has_critic)
 

@@ -21,9 +21,10 @@ from async_grpo.types import AdapterResult, RewardStatus
 if TYPE_CHECKING:
     from async_grpo.config.preflight import Prepared
 
-# Time for all rewards together. If they need more, for example to load a model, nothing is refused
+# Seconds for all rewards together. If they need longer, for example to load a model, the check refuses nothing
 TRIAL_S = 6.0
-# Answers in several forms, because a reward may raise an exception for a completion that lacks the form it expects
+# Completions with the answer in several forms. A reward may raise an exception for a completion without the form that
+# it expects, which is no fault
 COMPLETIONS = (*ANSWERS, "#### {}", "The answer is {}.")
 # Names of errors that are more likely caused by the completion than by the row or the reward
 OF_COMPLETION = ("AttributeError", "IndexError", "JSONDecodeError")
@@ -33,7 +34,7 @@ log = logging.getLogger(__name__)
 def try_first_row(config: LocalConfig, prepared: "Prepared") -> None:
     """Score completions of the first row with the user's reward functions, except those that check rows themselves.
 
-    Nothing is tried if the rewards run on other machines (`--ray-address`) or need an environment, or if this thread
+    Try nothing if the rewards run on other machines (`--ray-address`), if they need an environment, or if this thread
     already runs an event loop.
 
     Raises:
@@ -67,7 +68,7 @@ def _names_to_try(config: LocalConfig, prepared: "Prepared") -> list[str]:
         shown_name = display_name(name)
         adapter = prepared.rewards.adapters[shown_name]
         is_checked = hasattr(adapter, "check_row") or adapter in BOUNDED
-        # A reward with a fallback may fail, and a call of a judge costs money
+        # Do not try these: a reward with a fallback may fail, and a call of a judge costs money
         may_fail = shown_name in config.fallbacks or shown_name in prepared.rewards.judges
         if shown_name in chosen and not is_checked and not may_fail:
             names.append(name)
@@ -120,7 +121,11 @@ async def _failures(config: LocalConfig, names: list[str], prepared: "Prepared")
 
 
 def _samples_of(config: LocalConfig, row: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """Yield samples of the row: a gray picture if the policy draws, else no text, and its answer in several forms."""
+    """Yield samples of the row with different completions.
+
+    If the policy draws, there is one: a gray picture. Otherwise they are an empty text, and the answer in several
+    forms.
+    """
     if config.draws:
         yield sample_of(row, "") | {PICTURES_KEY: [gray_picture(config)]}
         return

@@ -29,7 +29,7 @@ from async_grpo.training.checkpoint_folder import checkpoints_of
 
 Rewards = str | Callable[..., Any] | Sequence[str | Callable[..., Any]]
 Field = dataclasses.Field[Any]
-# Options that `train` takes as arguments under other names
+# Options for which `train` has an argument with another name
 ARGUMENTS = {"model_name_or_path": "model", "data_path": "dataset", "eval_data_path": "eval_dataset"}
 DEFAULT_PICTURE = "training.svg"
 
@@ -40,7 +40,7 @@ class TrainResult:
 
     output_dir: Path
     metrics: list[dict[str, Any]] = dataclasses.field(repr=False)  # one dict per step
-    # One dict per evaluation and evaluation file, with keys `eval_...`
+    # One dict per evaluation and evaluation file, whose keys begin with `eval_`
     evaluations: list[dict[str, Any]] = dataclasses.field(repr=False)
     checkpoints: list[Path]  # folders from which the run can continue, oldest first
     model: Path | None  # the newest exported model, a Hugging Face folder; None if there is none
@@ -72,7 +72,8 @@ class TrainResult:
         Raises:
             ConfigurationError: No step has numbers for these keys, or the file cannot be written.
         """
-        from async_grpo.observe.plot import plot  # imports typer, which training does not need
+        # Imported here, because it needs typer, which `train` does not
+        from async_grpo.observe.plot import plot
 
         picture = self.output_dir / DEFAULT_PICTURE if path is None else Path(path)
         plot([self.output_dir / METRICS_FILE], list(keys), smooth=True, output=picture)
@@ -145,8 +146,7 @@ def _claimed_config(
 
     The output folder is claimed: until `release`, no other process can start a run in it.
     """
-    # All options are checked before anything is written. The input files do not exist yet, so their options get
-    # placeholders
+    # Check all options before anything is written. The input files do not exist yet, so their options have placeholders
     values = {**values, "model_name_or_path": model, "data_path": "dataset", "output_dir": str(output_dir)}
     placeholders = {"reward_fns": "countdown"}
     if eval_dataset is not None:
@@ -185,7 +185,7 @@ def _as_path(value: Any, name: str) -> str:
 
 
 def with_defaults(options: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options, and the defaults of those options that are not given in any spelling."""
+    """Return the options, completed by the defaults of those that are not given in any spelling."""
     fields = fields_in_order(LocalConfig)
     names = {field_name(spelling, fields) for spelling in options}
     missing = {name: value for name, value in defaults.items() if name not in names}
@@ -235,7 +235,7 @@ def _converted(field: Field, value: Any) -> Any:
         if isinstance(value, bool):
             raise TypeError
         if kind is int and not isinstance(value, str):
-            return operator.index(value)  # accepts numpy's integers, and refuses fractions
+            return operator.index(value)  # this accepts integers of numpy, and refuses fractions
         return kind(value)
     except (TypeError, ValueError):
         form = {
@@ -270,7 +270,7 @@ def _config(values: Mapping[str, Any]) -> LocalConfig:
 
 @contextmanager
 def _console_of_a_command(level: str) -> Iterator[None]:
-    """Log as the commands do, with secrets hidden, and restore the program's own logging and hooks at the end."""
+    """During the block, log as the commands do, with secrets hidden. Then restore the logging and hooks of the program."""
     log = logging.getLogger("async_grpo")
     handlers = log.handlers
     propagates = log.propagate

@@ -1,4 +1,4 @@
-"""Check that driver, CUDA, torch and vLLM fit together. If they do not, a run fails late with a misleading message."""
+"""Check that driver, CUDA, torch and vLLM fit together. If they do not, a run fails late, with a misleading message."""
 
 import os
 import subprocess
@@ -85,7 +85,7 @@ def vllm_torch() -> tuple[str, Requirement] | None:
 
 
 def torch_requirement(requirements: Iterable[str]) -> Requirement | None:
-    """Return the requirement on torch among a package's requirements, on this platform; None if there is none."""
+    """Return a package's requirement on torch that applies to this platform; None if there is none."""
     for requirement in map(Requirement, requirements):
         is_for_this_platform = requirement.marker is None or requirement.marker.evaluate({"extra": ""})
         if requirement.name == "torch" and is_for_this_platform:

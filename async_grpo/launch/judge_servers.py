@@ -59,7 +59,7 @@ class LocalJudge(RewardConfig):
 
     @property
     def model_urls(self) -> tuple[str, ...]:
-        """The URLs of the judges' servers, or a placeholder if the run starts these servers itself later."""
+        """URLs of the judges' servers. If the run has yet to start these servers, a placeholder."""
         return ("http://127.0.0.1",) if self.judge_model else super().model_urls
 
     @property
@@ -69,7 +69,7 @@ class LocalJudge(RewardConfig):
 
     @property
     def judge_gpus_alone(self) -> int:
-        """The number of GPUs that only the judge uses."""
+        """Number of GPUs that only the judge uses."""
         return self.judge_replicas if self.judge_model and self.judge_gpus is None else 0
 
 
@@ -90,7 +90,7 @@ def broken_judge(config: LocalJudge, visible_gpus: Sequence[str]) -> Broken:
         yield "judge_urls", "cannot be combined with --judge-model: leave one of the two out"
     if not Path(config.judge_model).is_dir():
         yield "judge_model", "is no folder here"
-    # An invisible GPU is refused, because another user may work on it
+    # Refuse GPUs that are not visible, because another user may work on them
     invisible_gpus = [repr(gpu) for gpu in config.shared_gpus if gpu not in visible_gpus]
     if invisible_gpus:
         explanation = "because there is none: leave it out, and the CPU serves"
@@ -138,7 +138,7 @@ def serving(config: LocalJudge, gpus: list[str], log_folder: Path, eager: bool) 
         sleep_mode=config.judge_idle_sleep_s is not None,
     ) as server:
         if server.sleep_mode:
-            # While a server is awake, other programs on its GPUs may not have enough memory to start
+            # Let the server sleep. Otherwise other programs on its GPUs might not have enough memory to start
             server.sleep()
         yield {"judge_urls": ",".join(server.urls), "judge_model_id": folder_id(config.judge_model)}
 
@@ -146,7 +146,7 @@ def serving(config: LocalJudge, gpus: list[str], log_folder: Path, eager: bool) 
 def folder_id(folder: str | os.PathLike[str]) -> str:
     """Return a digest of the names, sizes and modification times of a folder's files.
 
-    The digest does not depend on where the folder lies.
+    The path of the folder does not matter.
     """
     listing = []
     for path in sorted(path for path in Path(folder).rglob("*") if path.is_file()):

@@ -11,13 +11,13 @@ from async_grpo.launch.process_variables import gpus
 from async_grpo.options.fields import NOT_NEGATIVE, POSITIVE, dashed, option, refuse
 from async_grpo.options.source_file import is_file
 
-# Options that only the engine vLLM reads
+# Options that are read only by the engine vLLM
 OPTIONS_OF_VLLM = """
     tensor_parallel_size engine_options engine_python enable_prefix_caching engine_stall_s
 """.split()
-# Share of a GPU's memory that two programs on it need for their CUDA contexts and for libraries
+# Fraction of a GPU's memory that two programs on it need for their CUDA contexts and for libraries
 CONTEXTS_SHARE = 0.03
-# Share of a GPU's memory that an engine may keep while it sleeps, such as that of its CUDA graphs
+# Fraction of a GPU's memory that an engine may keep while it sleeps, for example for its CUDA graphs
 SLEEPING_SHARE = 0.05
 
 
@@ -72,7 +72,7 @@ class LocalConfig(LocalJudge, EngineOptions, RunConfig):
     def num_worker_gpus(self) -> int:
         """The number of this machine's GPUs that engines and logprob workers use."""
         if self.ray_address:
-            return 0  # the workers use the GPUs of the Ray cluster
+            return 0  # the workers use the GPUs of the Ray cluster, not of this machine
         return self.generation_workers * self.tensor_parallel_size + len(self.logprob_roles)
 
     @property
@@ -97,14 +97,15 @@ class LocalConfig(LocalJudge, EngineOptions, RunConfig):
     def trainer_peak_share(self) -> float:
         """The share of each GPU's memory that the trainer may take while it computes.
 
-        While engines sleep, it may take theirs as well. Between two steps, it keeps to `trainer_gpu_share`.
+        If engines sleep meanwhile, the trainer may also take their share. Between two steps it takes at most
+        `trainer_gpu_share`.
         """
         if not self.colocate or not self.sleep_level:
             return self.trainer_gpu_share
         return 1.0 - SLEEPING_SHARE - CONTEXTS_SHARE
 
     def _broken_sleep(self, visible_gpus: Sequence[str]) -> Broken:
-        """Yield the reasons why engines cannot sleep on this machine, if they are to."""
+        """If engines are to sleep, yield the reasons why they cannot on this machine."""
         if not self.sleep_level:
             return
         if not visible_gpus:
@@ -116,7 +117,7 @@ class LocalConfig(LocalJudge, EngineOptions, RunConfig):
             )
 
     def _broken_engine(self) -> Broken:
-        """Yield the options of engines that do not fit the kind of policy, each with the reason."""
+        """Yield the engine options that do not fit the kind of policy, each with the reason."""
         if self.draws != (self.engine == "drawing") and not is_file(self.engine):
             yield "policy engine", "do not fit together: --policy flow and --engine drawing need each other"
         if not self.draws:

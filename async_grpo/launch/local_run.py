@@ -32,7 +32,8 @@ from async_grpo.processes.warm_client import DIES_WITH_STARTER
 from async_grpo.training.checkpoint_folder import checkpoints_of, read
 
 RAY_START_S = 90.0
-# Every rank's command line contains this. `request_look` uses it to find a rank, and asks that rank for its stacks
+# Name of a module that stands in the command line of every rank. `request_look` finds a rank by it, and asks it for its
+# stacks
 TRAINER = "async_grpo.launch.trainer"
 SHUTDOWN_TIMEOUT_S = 30.0  # seconds that workers may take to end after the trainer has ended
 # Matches torchrun's report of a rank that refused an option or an input
@@ -85,8 +86,7 @@ def start(config: LocalConfig, early: EarlyStart, evaluator: Sequence[str] = ())
     Args:
         config: The run's options.
         early: The programs that were already started.
-        evaluator: Command of a program that runs instead of the trainer, without saving checkpoints. () runs the
-            trainer.
+        evaluator: Command of a program that runs instead of the trainer and saves no checkpoints. () runs the trainer.
 
     Raises:
         AsyncGrpoError: The run failed; see `run_locally`.
@@ -118,7 +118,7 @@ def _run(
     )
     with handling(lambda *_: request_look(os.getpid(), TRAINER), signal.SIGUSR1):
         if early.ray is not None:
-            # Wait only here, so that workers and trainer import their libraries while Ray starts
+            # Do not wait for Ray earlier: workers and trainer import their libraries while it starts
             with show_waiting("waiting for Ray"):
                 supervisor.wait_for_text(early.ray, "Ray runtime started", RAY_START_S)
         early.ray_is_up.touch()
@@ -133,7 +133,7 @@ def _trainer_variables(config: LocalConfig, scratch: Path) -> dict[str, str]:
         config.model_name_or_path, config.nproc_per_node, updates_on_cpu=config.cpu_offload
     )
     memory = process_variables.trainer_memory(config.trainer_peak_share)
-    # Makes the ranks end when torchrun ends, and torchrun end when this process ends
+    # With this variable, the ranks end when torchrun ends, and torchrun ends when this process ends
     death = {DIES_WITH_STARTER: "1"}
     return process_variables.torchrun_environment(scratch) | memory | threads | death
 
@@ -145,7 +145,7 @@ def _await_end(config: LocalConfig, supervisor: Supervisor, trainer: Program, *,
         config: The run's options.
         supervisor: The supervisor of the run's programs.
         trainer: The trainer, or the program that runs instead of it.
-        can_save: Whether an interrupt gives the program `--grace-s` seconds to save a checkpoint.
+        can_save: Whether the program has `--grace-s` seconds to save a checkpoint after an interrupt.
 
     Raises:
         ConfigurationError: The trainer refused an option or an input.
@@ -180,17 +180,20 @@ def _await_end(config: LocalConfig, supervisor: Supervisor, trainer: Program, *,
 
 
 def _raise_if_saved(config: LocalConfig, start_time: float) -> None:
-    """Raise RunInterrupted if a checkpoint that was written after `start_time` says why the trainer ended early."""
+    """Raise RunInterrupted if the trainer ended early and saved a checkpoint after `start_time`, which gives the reason."""
     for folder in checkpoints_of(config.output_path)[:1]:
         if folder.stat().st_mtime >= start_time and (reason := read(folder).ended):
             raise RunInterrupted(f"{reason}: saved in {folder}; the same command goes on from there")
 
 
 def worker_arguments(config: LocalConfig) -> list[list[str]]:
-    """Return Python's arguments for all workers. Workers read their options from the run's parameters file."""
+    """Return the arguments with which Python starts each worker.
+
+    Workers read their options from the run's parameters file.
+    """
     node = "here"
     if config.ray_address:
-        # Workers use GPUs of other nodes, because the GPUs of this machine belong to the trainer
+        # In a cluster, the GPUs of this machine belong to the trainer, so workers use those of other nodes
         node = "gpu" if gpus() else "any"
     worker = ["-m", "async_grpo.launch.worker", parameters(config), f"--node={node}"]
     generation_workers = [[*worker, "--mode=generation"]] * config.generation_workers
@@ -203,7 +206,7 @@ def worker_arguments(config: LocalConfig) -> list[list[str]]:
 
 
 def trainer_arguments(config: LocalConfig, scratch: Path) -> list[str]:
-    """Return Python's arguments for torchrun and the trainer's ranks.
+    """Return the arguments with which Python starts torchrun and the trainer's ranks.
 
     Args:
         config: The run's options.

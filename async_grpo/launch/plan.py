@@ -45,18 +45,18 @@ if TYPE_CHECKING:
 
 OK = "ok"
 WARNING = "warning"
-ERROR = "error"  # no run can work in this state
+ERROR = "error"  # level of a finding with which no run can work
 STYLES = {OK: "green", WARNING: "yellow", ERROR: "bold red"}
 SHARED_MEMORY = Path("/dev/shm")
 MIN_SHARED_MEMORY_BYTES = GIB // 4  # with less, Ray stores all objects on the disk
-# Below FEW_FILES open files per process there is a warning, below TOO_FEW_FILES an error. Ray opens a file for each
-# process and connection
+# Numbers of files that a process may open: below FEW_FILES there is a warning, below TOO_FEW_FILES an error. Ray opens
+# a file for each process and each connection
 FEW_FILES = 4096
 TOO_FEW_FILES = 256
-# Errors of `cards`, and ValueError, which is raised if nvidia-smi prints a word instead of a number
+# Errors that `cards` raises, and ValueError, which int() raises if nvidia-smi prints a word instead of a number
 NO_CARDS = (OSError, subprocess.SubprocessError, ValueError)
 TRAINER = "trainer rank"  # name of a kind of process
-NUM_PACE_STEPS = 20  # number of past steps whose median time is the expected time of a step
+NUM_PACE_STEPS = 20  # number of past steps; their median time is the time that a step is expected to take
 NVIDIA_SMI_TIMEOUT_S = 10.0
 
 
@@ -103,7 +103,7 @@ def resources(config: LocalConfig, prepared: "Prepared") -> list[Finding]:
 def limits(package_bytes: int = 0) -> Iterator[Finding]:
     """Check the limit of open files, and whether three copies of the weights fit into the shared memory.
 
-    Two copies may still be in transfer to the engines while the trainer makes the next one.
+    Three, because two copies may still be on their way to the engines while the trainer makes the next one.
 
     Args:
         package_bytes: Size of one copy of the weights.
@@ -127,7 +127,7 @@ def disk(config: LocalConfig, num_trained: int) -> Finding:
 
     Args:
         config: The run's options.
-        num_trained: Number of trained parameters. With LoRA, checkpoints and models hold these alone.
+        num_trained: Number of trained parameters. With LoRA, checkpoints and models contain only these.
     """
     place = nearest_folder(config.output_path)
     checkpoint_bytes = _checkpoint_bytes(config, num_trained)
@@ -187,7 +187,7 @@ def roles(
 ) -> Iterator[tuple[str, int, int, float]]:
     """Yield the estimated memory of all processes, except the processes of rewards.
 
-    The formulas are explained in docs/operations.md, "Before a week is spent". Allocators need somewhat more memory.
+    The formulas are explained in docs/operations.md, "Before a week is spent". Real processes need somewhat more.
 
     Args:
         config: The run's options.
@@ -234,17 +234,17 @@ def roles(
     yield "engine", config.generation_workers, config.tensor_parallel_size, worker_bytes
     for kind in config.logprob_roles:
         yield f"{kind} worker", 1, 1, _logprob_bytes(config, settings, kind, num_parameters)
-    # Two copies of the weights, a checkpoint that is being written, and the state that the ranks offload
+    # Rank 0's machine: two copies of the weights, a checkpoint that is being written, and the ranks' offloaded state
     checkpoint_bytes = _checkpoint_bytes(config, num_parameters if num_trained is None else num_trained)
     main_memory_bytes = 2 * dtype_bytes * num_parameters + checkpoint_bytes + num_ranks * offloaded_bytes
     if config.weight_sync_deltas:
-        main_memory_bytes += dtype_bytes * num_parameters  # the last version that rank 0 sent
+        main_memory_bytes += dtype_bytes * num_parameters  # the copy of the last version that rank 0 keeps
         yield "weights kept by a worker", _num_kept_copies(config), 0, dtype_bytes * num_parameters
     yield "rank 0's machine", 1, 0, main_memory_bytes
 
 
 def _logprob_bytes(config: LocalConfig, settings: "SharedRunSettings", kind: str, num_parameters: int) -> int:
-    """Return the estimated memory of a logprob worker of a kind, in bytes. A teacher has its own model."""
+    """Return the estimated bytes of a logprob worker. A teacher has its own model, the other kinds the policy's."""
     folder = config.teacher_folders.get(kind)
     if folder is not None:
         num_parameters = parameters_of(Path(folder))
@@ -254,9 +254,9 @@ def _logprob_bytes(config: LocalConfig, settings: "SharedRunSettings", kind: str
 
 
 def _num_kept_copies(config: LocalConfig) -> int:
-    """Return how many copies of the weights workers keep with `--weight-sync-deltas`.
+    """Return how many copies of the weights all workers together keep with `--weight-sync-deltas`.
 
-    With packages, each worker keeps one copy; with NCCL, each process of an engine does.
+    If weights travel in packages, each worker keeps one copy; with NCCL, each process of an engine keeps one.
     """
     if get_transport(config.weight_transport).sends_packages:
         num_followers = sum(kind.partition(":")[0] not in FROZEN_ROLES for kind in config.logprob_roles)
@@ -265,13 +265,13 @@ def _num_kept_copies(config: LocalConfig) -> int:
 
 
 def _checkpoint_bytes(config: LocalConfig, num_trained: int) -> int:
-    """Return the size of a checkpoint, which also holds a critic of its own and the weights of a moving reference."""
+    """Return the size of a checkpoint in bytes, including a separate critic and the weights of a moving reference."""
     num_bytes = CHECKPOINT_PARAMETER_BYTES * (num_trained + _critic_parameters(config))
     return num_bytes + (4 * num_trained if config.moves_reference else 0)
 
 
 def _critic_parameters(config: LocalConfig) -> int:
-    """Return the number of parameters of a critic of its own, or 0 if there is none."""
+    """Return the number of parameters of a separate critic model; 0 if there is none."""
     from async_grpo.modeling.load import model_folder
 
     folder = critic_folder(config)
@@ -281,7 +281,7 @@ def _critic_parameters(config: LocalConfig) -> int:
 def _state_bytes(
     config: LocalConfig, num_parameters: int, num_trained: int | None, dtype_bytes: int
 ) -> float:
-    """Return the size of a rank's shard of weights, gradients and optimizer moments in bytes."""
+    """Return the size in bytes of a rank's shard of weights, gradients and optimizer moments."""
     return trainer_state_bytes(
         config,
         num_ranks=config.nproc_per_node,
@@ -294,10 +294,10 @@ def _state_bytes(
 def shared_gpu(
     config: LocalConfig, prepared: "Prepared", num_parameters: int, num_trained: int | None, card_bytes: int
 ) -> Finding:
-    """Check the shares of a GPU's memory that the engine and the trainer get with `--colocate`.
+    """Check how `--colocate` divides a GPU's memory between engine and trainer.
 
-    It is an error if a share is smaller than what its program certainly needs: for the engine, the weights; for the
-    trainer, its weights, gradients and moments.
+    It is an error if a share is smaller than what its program needs at least: the engine its weights; the trainer its
+    weights, gradients and moments.
     """
     from async_grpo.modeling.load import torch_dtype
 
@@ -309,7 +309,7 @@ def shared_gpu(
         state_bytes += int(critic_rank_bytes(config, config.nproc_per_node, _critic_parameters(config)))
     engine_bytes = int(config.gpu_memory_utilization * card_bytes)
     trainer_bytes = int(config.trainer_gpu_share * card_bytes)
-    # Lowest and highest `--gpu-memory-utilization` with which both programs fit, rounded to hundredths
+    # Minimum and maximum of `--gpu-memory-utilization` with which both programs fit, rounded to hundredths
     least_share = math.ceil(100 * weight_bytes / card_bytes) / 100
     largest_share = math.floor(100 * (1 - CONTEXTS_SHARE - state_bytes / card_bytes)) / 100
     cure = f"--gpu-memory-utilization between {least_share} and {largest_share}"
@@ -331,8 +331,8 @@ def memory(
 ) -> Iterator[Finding]:
     """Compare the estimated memory of each process with the available memory.
 
-    The findings are warnings, because the estimates are rough. Only the shares of a GPU with `--colocate` may be an
-    error.
+    The estimates are rough, so findings are warnings. Only those about the shares of a GPU with `--colocate` may be
+    errors.
     """
     cure = "lower --max-tokens-per-gpu, --gradient-checkpointing, --cpu-offload, or more ranks or engines"
     free_bytes = psutil.virtual_memory().available
@@ -366,7 +366,7 @@ def memory(
 
 
 def plan(config: LocalConfig, prepared: "Prepared") -> Iterator[Finding]:
-    """Yield what `run` would do: folder, steps, samples, staleness, and the expected time."""
+    """Yield a description of what `run` would do: folder, steps, samples, staleness, and the expected time."""
     settings = prepared.settings
     step = prepared.resumed.step if prepared.resumed else 0
     step_samples = config.samples_per_step

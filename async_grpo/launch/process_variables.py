@@ -21,11 +21,11 @@ INHERITED = """
     GLOO_SOCKET_IFNAME TORCHINDUCTOR_CACHE_DIR TORCHINDUCTOR_CPP_CACHE_PRECOMPILE_HEADERS
 """.split()
 INHERITED_PREFIXES = tuple("RAY_ OMP_ MKL_ HF_HUB_OFFLINE TOKENIZERS_ PYTHON".split())
-# The longest path of a socket relative to Ray's folder. A process id has at most 7 digits
+# Example of the longest path of a socket inside Ray's folder. A process id has at most 7 digits
 LONGEST_SOCKET = "session_2026-01-01_00-00-00_000000_1234567/sockets/plasma_store"
 MAX_SOCKET_BYTES = 107  # longest path of a socket on Linux, in bytes (see unix(7))
-MIN_PORT = 20_000  # Ray's workers use lower ports
-END_OF_PORTS = 32_768  # Linux assigns ports from here on to outgoing connections
+MIN_PORT = 20_000  # Ray's workers use the ports below
+END_OF_PORTS = 32_768  # from this port on, Linux assigns ports to outgoing connections
 # A rank with a larger model is faster with more than one thread (docs/log.md, 2026-11-22)
 LARGE_MODEL_BYTES = 32 << 20
 CONNECT_TIMEOUT_S = 5.0
@@ -45,7 +45,8 @@ def ray_command(address: str, scratch: Path, num_gpus: int = 0) -> list[str]:
     folder = ray_folder(scratch)
     python = sys.executable
     if shlex.quote(sys.prefix) != sys.prefix:
-        # Ray writes the interpreter's path into a shell's command line without quoting it
+        # Ray writes the interpreter's path into a shell command without quotes. A link gives it a path without special
+        # characters
         (scratch / "python").symlink_to(sys.prefix, target_is_directory=True)
         python = str(scratch / "python" / Path(python).relative_to(sys.prefix))
     return [
@@ -88,11 +89,12 @@ def check_socket_names(scratch: Path) -> None:
 
 
 def torchrun_arguments(ranks: int, scratch: Path) -> list[str]:
-    """Return Python's arguments to start torchrun on this machine. Ranks find each other through files in `scratch`.
+    """Return the arguments with which Python starts torchrun on this machine.
 
-    torchrun also needs the variables of `torchrun_environment`. With a network address instead of files, torchrun
-    would listen on all interfaces, and anyone who reaches its store could read and change the ranks' addresses without
-    a key.
+    Ranks find each other through files in `scratch`.
+
+    torchrun also needs the variables of `torchrun_environment`. Without the files, torchrun would listen on all network
+    interfaces without a key: anyone who reaches it could read and change the ranks' addresses.
     """
     return [
         "-m",
@@ -101,13 +103,14 @@ def torchrun_arguments(ranks: int, scratch: Path) -> list[str]:
         "--rdzv-backend=c10d",
         "--rdzv-conf=store_type=file",
         f"--rdzv-endpoint={scratch / 'torchrun-store'}",
-        f"--log-dir={scratch / 'torchrun-logs'}",  # by default torchrun makes a folder in /tmp that nobody deletes
+        # Otherwise torchrun makes a folder in /tmp that nobody deletes
+        f"--log-dir={scratch / 'torchrun-logs'}",
     ]
 
 
 def torchrun_environment(scratch: Path) -> dict[str, str]:
-    """Return the variables that make torchrun and the ranks use a file instead of a TCP store."""
-    ranks_store = str(scratch / "ranks-store")  # read in training/distributed.py
+    """Return the variables with which torchrun and the ranks use a file instead of a TCP store."""
+    ranks_store = str(scratch / "ranks-store")  # the ranks read this variable in training/distributed.py
     return {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "ASYNC_GRPO_RANKS_STORE": ranks_store}
 
 
@@ -116,7 +119,7 @@ def run_environment(ray_address: str, trainer_gpus: int, ray_is_up: Path, logs: 
 
     Args:
         ray_address: The Ray cluster to join. "" stands for a private cluster on a free port of the loopback interface.
-        trainer_gpus: Number of GPUs for the trainer. They are the first ones.
+        trainer_gpus: Number of GPUs for the trainer, which gets the first ones.
         ray_is_up: A file. The programs wait until it exists before they connect to a private cluster.
         logs: Folder into which the actors of a private cluster write their logs.
     """
@@ -128,15 +131,15 @@ def run_environment(ray_address: str, trainer_gpus: int, ray_is_up: Path, logs: 
         "HF_HUB_OFFLINE": "1",
         "PYTHONUNBUFFERED": "1",
     }
-    # This library may run from a checkout that is not installed, so the programs need its path
+    # If this library is a checkout that is not installed, the programs need its path
     variables |= checkout_variables()
     variables |= compile_cache()
-    # Precompiled headers are switched off: PyTorch keeps them in the folder of temporary files, and each run has its own
-    # such folder, so each run would spend seconds on compiling them again
+    # Switch precompiled headers off. PyTorch keeps them in the folder of temporary files. This folder is new in each
+    # run, so each run would spend seconds on compiling them again
     headers = "TORCHINDUCTOR_CPP_CACHE_PRECOMPILE_HEADERS"
     variables[headers] = os.environ.get(headers, "0")
     if not ray_address:
-        # Without this, Ray would replace 127.0.0.1 by the machine's network address, and listen on all interfaces
+        # With the default, Ray would replace 127.0.0.1 by the machine's network address, and listen on all interfaces
         variables["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
         variables["NCCL_SOCKET_IFNAME"] = os.environ.get("NCCL_SOCKET_IFNAME", "lo")
         variables["RAY_AUTH_MODE"] = "token"
@@ -144,9 +147,10 @@ def run_environment(ray_address: str, trainer_gpus: int, ray_is_up: Path, logs: 
         # `cluster/ray_session.py` and `options/log_setup.py` read these two variables
         variables["ASYNC_GRPO_RAY_IS_UP"] = str(ray_is_up)
         variables["ASYNC_GRPO_LOGS"] = str(logs.absolute())
-        # With Ray's default niceness of 15, engines would only get the cores that the trainer leaves idle
+        # Ray's default niceness is 15: engines would get only the cores that the trainer leaves idle
         variables["RAY_worker_niceness"] = "0"
-        # Ray must not start processes in advance. Each actor has its own environment variables, so it could not use them
+        # Do not let Ray start processes in advance: each actor needs its own environment variables, so it could not use
+        # them
         variables["RAY_prestart_worker_first_driver"] = "0"
         variables["RAY_enable_worker_prestart"] = "0"
     if devices := gpus():
@@ -180,13 +184,14 @@ def trainer_memory(share: float) -> dict[str, str]:
     """Return the variables for the memory of a trainer rank on a GPU.
 
     Args:
-        share: The share of its GPU's memory that the rank may take.
+        share: Fraction of its GPU's memory that the rank may take.
     """
     if not gpus():
         return {}
     variables = {}
     if not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & os.environ.keys():
-        # Micro-batches differ in size. Without this, memory blocks of one size cannot be reused for blocks of another
+        # Micro-batches differ in size. With this setting, a freed block of memory can be reused for a tensor of another
+        # size
         variables["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
     if share < 1.0:
         variables["ASYNC_GRPO_GPU_SHARE"] = f"{share:.4f}"  # read in training/distributed.py
@@ -200,8 +205,8 @@ def ray_environment(environment: Mapping[str, str], trainer_gpus: int, judge_gpu
 
     Args:
         environment: The variables of the run's other programs (`run_environment`).
-        trainer_gpus: Number of GPUs that only the trainer uses. They are the first ones.
-        judge_gpus: Number of GPUs that only the judge uses. They are the last ones.
+        trainer_gpus: Number of GPUs that only the trainer uses, which gets the first ones.
+        judge_gpus: Number of GPUs that only the judge uses, which gets the last ones.
     """
     variables = {}
     for name, value in environment.items():
@@ -222,7 +227,7 @@ def gpus() -> list[str]:
     if visible is None:
         visible = ",".join(map(str, range(_count_gpus())))
     devices = [device.strip() for device in visible.split(",") if device.strip()]
-    # CUDA ignores an invalid id and all ids after it. Slurm and containers set these two to hide all GPUs
+    # CUDA ignores an invalid id and all ids after it. Slurm and containers use these two ids to hide all GPUs
     for end in ("-1", "NoDevFiles"):
         devices = devices[: devices.index(end)] if end in devices else devices
     if len({*devices}) < len(devices):
@@ -236,7 +241,7 @@ def gpus() -> list[str]:
 def _count_gpus() -> int:
     if not any(device.exists() for device in GPU_DEVICES):
         return 0
-    # Imported only here: every program of a run calls this function, and few of them need torch for anything else
+    # Import torch only here: every program of a run calls this function, but few of them need torch
     import torch
 
     return torch.cuda.device_count()
@@ -245,7 +250,8 @@ def _count_gpus() -> int:
 def free_port(apart_from: int | None = None) -> int:
     """Return a port of the loopback interface on which nothing listens.
 
-    Linux does not assign the port to an outgoing connection, so it stays free until the caller's program listens on it.
+    The port is outside of the range that Linux assigns to outgoing connections. So it stays free until the caller's
+    program listens on it.
 
     Args:
         apart_from: A port that must not be returned.

@@ -10,7 +10,7 @@ from async_grpo.errors import ConfigurationError
 from async_grpo.options.fields import refuse
 
 FOLDER = "from_python"
-# Number of characters of the digest in a file's name, which distinguishes data sets of one run
+# Number of characters of the digest in a file's name. The digest distinguishes the data sets of one run
 DIGEST_CHARACTERS = 12
 PRIVATE_FOLDER_MODE = 0o700
 PRIVATE_FILE_MODE = 0o600

@@ -57,24 +57,25 @@ def _listed(reward_fns: Any) -> list[Any]:
 
 
 def _is_reward(value: Any) -> bool:
-    return callable(value) or callable(getattr(value, "score", None))  # judges have a method `score`
+    # Judges are objects with a method `score`
+    return callable(value) or callable(getattr(value, "score", None))
 
 
 def _name_of(reward: Any, position: int) -> str:
-    """Return a reward's name for the metrics: its own name, or `reward_N` by its position, as for a lambda."""
-    # A functools.partial has no name of its own, so it gets the name of its function
+    """Return a reward's name for the metrics: its own name or, for example for a lambda, `reward_N` with its position."""
+    # A functools.partial has no name, so use that of its function
     while hasattr(reward, "func") and not hasattr(reward, "__name__"):
         reward = reward.func
     name = getattr(reward, "__name__", type(reward).__name__)
     is_plain = (
         isinstance(name, str) and name.isascii() and name.isidentifier() and not keyword.iskeyword(name)
     )
-    # The written file imports functions with these two names, which a reward must not hide
+    # The written file imports functions with these two names. A reward of the same name would hide them
     return name if is_plain and name not in ("unpickled", "trl_reward") else f"reward_{position}"
 
 
 def _free_name(name: str, used_names: Collection[str]) -> str:
-    """Return the name. If it is already used, as by another closure of the same function, append a number."""
+    """Return the name, with a number appended if it is in use, for example by another closure of the same function."""
     free_name = name
     number = 1
     while free_name in used_names:
@@ -86,7 +87,7 @@ def _free_name(name: str, used_names: Collection[str]) -> str:
 def _check(reward: Any, name: str, columns: Collection[str] | None) -> None:
     way_out = "a name of the registry, FILE.py:NAME, or a function such as `lambda sample: len(sample['completion'])`"
     refuse(not _is_reward(reward), f"the reward {reward!r:.80} is a {type(reward).__name__}: give {way_out}")
-    traits_of(reward)  # raises an error if the function cannot be called with a sample
+    traits_of(reward)  # this raises an error if the function cannot be called with a sample
     if not _is_trl_reward(reward):
         return
     refuse(
@@ -106,7 +107,7 @@ def _check(reward: Any, name: str, columns: Collection[str] | None) -> None:
 def _is_trl_reward(reward: Any) -> bool:
     try:
         return _is_function(reward) and has_trl_signature(reward)
-    except ValueError:  # some builtins have no signature that Python can inspect
+    except ValueError:  # Python cannot inspect the signature of some builtins
         return False
 
 

@@ -45,7 +45,7 @@ def row_file(dataset: Any, folder: Path, name: str, column_map: ColumnMap = DEFA
         return RowFile(os.fspath(dataset), None)
     _refuse_what_holds_no_rows(dataset, name)
     columns: set[str] = set()
-    # Arrow gives all objects of a list the same keys, filled with nulls
+    # Arrow gives all objects of a list the same keys, and fills the missing values with None
     is_arrow = type(dataset).__module__.partition(".")[0] == "datasets"
 
     def lines() -> Iterator[bytes]:
@@ -77,7 +77,8 @@ def _refuse_what_holds_no_rows(dataset: Any, name: str) -> None:
         raise ConfigurationError(
             f"{name} is a {kind} of {names}: give one of its splits, or a list of rows, where each row is a dict"
         )
-    if hasattr(dataset, "to_dict") and hasattr(dataset, "columns"):  # a DataFrame yields its columns' names
+    # Iterating over a DataFrame yields the names of its columns, not its rows
+    if hasattr(dataset, "to_dict") and hasattr(dataset, "columns"):
         raise ConfigurationError(
             f'{name} is a {kind}: give {name}.to_dict("records"), which has a dict for each row'
         )

@@ -38,11 +38,11 @@ def _option_names(*config_classes: type) -> set[str]:
     return {field.name for config_class in config_classes for field in fields(config_class)}
 
 
-# Options of teachers that have no effect in a replay. Those of the forward KL have one: the record holds the teacher's
-# log-probs, and the trainer computes the loss
+# Teacher options that have no effect in a replay. Two options are excluded, because the trainer computes the forward KL
+# from the teacher's log-probs in the record
 UNUSED_TEACHER_OPTIONS = _option_names(TeacherConfig) - {"teacher_coef", "teacher_top_k"}
-# Options that have no effect, because a replay has no engines, rewards or questions. They are not copied from the run,
-# and not compared with it
+# Options without effect, because a replay has no engines, rewards or questions. They are neither taken from the
+# recorded run nor compared with it
 UNUSED_OPTIONS = {
     *_option_names(RewardConfig, EnvironmentConfig, EvaluationConfig, WeightConfig),
     *UNUSED_TEACHER_OPTIONS,
@@ -122,7 +122,7 @@ def replay(config: ReplayConfig) -> None:
         "--batch-size). Leave --from-step out, or give the values of the run",
     )
     checkpoint = _checkpoint(run, config.from_step, config.model_name_or_path) if config.from_step else None
-    # These imports take seconds, so a wrong option is refused before them
+    # Import these here, because they take seconds: wrong options should be refused before
     from pydantic import TypeAdapter, ValidationError
 
     from async_grpo.cluster.make_trainer import make_trainer
@@ -136,7 +136,7 @@ def replay(config: ReplayConfig) -> None:
         problem = error.errors()[0]
         field_path = ".".join(map(str, problem["loc"]))
         raise ConfigurationError(f"{run / PARAMS_FILE}: settings.{field_path}: {problem['msg']}") from error
-    # The recorded transport is replaced, because it could name a file of code. A replay uses no transport
+    # A replay uses no transport. Replace the recorded one, because it could name a file of code
     settings = replace(
         settings,
         checkpoint=str(checkpoint or ""),
@@ -146,7 +146,7 @@ def replay(config: ReplayConfig) -> None:
     with distributed_run() as ranks:
         plan = config.pass_plan
         recording = Recording(run, ranks.world_size, plan.next_minibatch(config.from_step))
-        # The last batch is replayed only if all of its minibatches were recorded
+        # Replay the last batch only if all of its minibatches were recorded
         num_steps = recording.num_steps // plan.cycle_minibatches * plan.cycle_steps
         changes = _changed_options(config, recording.options)
         if ranks.is_main:
@@ -181,7 +181,7 @@ def _adapter(config: ReplayConfig, recorded: "LoraSettings | None") -> "LoraSett
     from async_grpo.config.lora import lora_settings
 
     folder = recorded.initial_folder if recorded else ""
-    # The folder is not taken from the record, because the record may come from somebody else
+    # Do not take the folder from the record, because the record may come from a stranger
     refuse(
         bool(folder) and config.init_adapter is None,
         f"the run began with the adapter in {folder!r:.200}: give --init-adapter with this folder",
@@ -209,7 +209,7 @@ def _changed_options(config: ReplayConfig, recorded_options: Sequence[Mapping[st
 
 
 class Unpublished:
-    """A `WeightPublisher` for training without engines: it publishes nothing."""
+    """A `WeightPublisher` for training without engines. It sends nothing."""
 
     def publish(self, model: Any, version: int, *, self_test: bool) -> Any:
         return dict

@@ -13,7 +13,7 @@ from async_grpo.rewards.bench.report import Scorecard
 from async_grpo.rewards.builtin.answers import gold_answer
 from async_grpo.rewards.pool import VerifierPool
 
-# Completions that state an answer in different forms. A reward need not accept all of them
+# Completions that state an answer in different forms. A reward may reject some of them
 ANSWERS = ("{}", r"\boxed{{{}}}", "</think>\n<answer>{}</answer>")
 
 
@@ -28,9 +28,9 @@ class TriedReward:
         """Return the level and the text of the finding about this reward.
 
         Args:
-            may_be_for_other_rows: Whether a column of the data names each row's rewards, so that the reward may not fit
-                the rows that were tried.
-            looks_at_groups: Whether the reward needs a whole group, so that all single samples may have the same score.
+            may_be_for_other_rows: Whether a column of the data names the rewards of each row. The reward then may not
+                fit the tried rows.
+            looks_at_groups: Whether the reward needs a whole group. It then may give all single samples the same score.
         """
         if not self.right.rewards and not self.wrong.rewards:
             _, reason = next(iter(self.wrong.failures))
@@ -87,7 +87,7 @@ def _answers_of(questions: Sequence[Question]) -> Iterator[tuple[bool, dict[str,
         yield False, sample_of(question.row, "")
         try:
             gold = gold_answer(question.row)
-        except ValueError:  # the row has no answer, which is fine if the rewards need none
+        except ValueError:  # the row has no answer, which is no fault if the rewards need none
             continue
         for answer, is_right in ((f"{gold}1", False), (gold, True)):
             for form in ANSWERS:

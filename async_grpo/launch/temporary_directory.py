@@ -13,7 +13,7 @@ from async_grpo.launch.process_variables import LONGEST_SOCKET, MAX_SOCKET_BYTES
 from async_grpo.processes.private_folder import PREFIX, temporary_files_in
 
 SHORT_DIRECTORIES = (Path("/tmp"), Path("/var/tmp"))
-# Stands for the random part of a folder's name, which `tempfile` makes of this length
+# Placeholder for the random part of a folder's name that `tempfile` makes; it has this length
 RANDOM_NAME = "12345678"
 
 log = logging.getLogger(__name__)

@@ -39,17 +39,18 @@ def run(config: RunConfig) -> None:
     is_terminal_output_separate = not os.path.sameopenfile(1, 2)
     if rank == 0 and is_terminal_output_separate:
         handlers.append(ConsoleHandler())
-    # The watchdog will handle SIGUSR1. Until it runs, the signal would end the process
+    # By default SIGUSR1 would end the process. Ignore it until the watchdog, which handles it, runs
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     set_up_logging(config.logging_level, f"[trainer {rank}] ", *handlers)
     try:
         _train(config, rank)
     except AsyncGrpoError as error:
-        if file := os.environ.get("TORCHELASTIC_ERROR_FILE"):  # torchrun prints it at the end of its report
+        # Torchrun prints this file at the end of its report
+        if file := os.environ.get("TORCHELASTIC_ERROR_FILE"):
             report = {"message": redacted(f"error: {error}"), "timestamp": int(time.time())}
             Path(file).write_text(json.dumps(report), encoding="utf-8")
         if isinstance(error, DeadlineExceeded):
-            # A normal exit would wait for the thread that missed the deadline
+            # End the process at once. A normal exit would wait for the thread that missed the deadline
             print(redacted(f"error: {error}"), file=sys.stderr)
             os._exit(EXIT_FAILED)
         raise
@@ -60,12 +61,12 @@ def run(config: RunConfig) -> None:
 
 
 def _train(config: RunConfig, rank: int) -> None:
-    # These imports take seconds, so a wrong option is refused before them
+    # Import these here, because they take seconds: wrong options should be refused before
     from async_grpo.config.preflight import prepare
     from async_grpo.config.resume import goes_on
 
     prepared = None
-    if rank == 0:  # data and registry file need to exist on rank 0's node only
+    if rank == 0:  # only the node of rank 0 needs the data and the registry file
         config.refuse_missing_teacher()
         prepared = prepare(config)
         claim(config.output_path, may_hold_run=goes_on(config))
@@ -73,8 +74,8 @@ def _train(config: RunConfig, rank: int) -> None:
     from async_grpo.cluster.trainer_rank import train_as_rank
 
     if rank:
-        # Ray sets a handler on import, which would print a stack trace when torchrun ends this rank because another one
-        # failed
+        # torchrun ends this rank by SIGTERM if another rank fails. Ray has set a handler that would then print a stack
+        # trace, so restore the default
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
     train_as_rank(config, prepared)
 

@@ -1,4 +1,4 @@
-"""A trajectory as text for the terminal, turn by turn, for `async-grpo try-environment`."""
+"""Describe a trajectory as text for the terminal, turn by turn (`async-grpo try-environment`)."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -6,11 +6,11 @@ from typing import Any
 from async_grpo.processes.untrusted_files import printable
 from async_grpo.types import Completion, Sample, Turn
 
-MAX_SHOWN_CHARACTERS = 4000  # characters that are shown of each text
+MAX_SHOWN_CHARACTERS = 4000  # maximum number of characters of each text that are shown
 
 
 def turn_text(turn: Turn, message: Mapping[str, Any]) -> str:
-    """Return the description of a turn, as it is known when the policy has taken it.
+    """Describe a turn with what is known about it directly after the policy has taken it.
 
     Args:
         turn: The turn.
@@ -34,11 +34,11 @@ def turn_text(turn: Turn, message: Mapping[str, Any]) -> str:
 
 
 def outcome_text(trajectory: Completion, sample: Sample) -> str:
-    """Return the description of how a trajectory ended: rewards and states of its turns, reward, numbers, tokens.
+    """Describe how a trajectory ended: rewards and states of its turns, reward, numbers, tokens.
 
     Args:
         trajectory: The trajectory.
-        sample: The same trajectory as a sample, which knows its sequences.
+        sample: The same trajectory as a sample, which has its sequences.
     """
     outcome = trajectory.outcome
     assert outcome is not None, "a trajectory has an outcome"
@@ -91,7 +91,7 @@ def _quoted(text: str) -> list[str]:
 
 
 def _shortened(text: str, *, keeps_lines: bool = False) -> str:
-    """Return a text of limited length, which says how much of it is missing."""
+    """Return the beginning of a text. If the text is longer, say how many characters are missing."""
     beginning = text[:MAX_SHOWN_CHARACTERS]
     if len(beginning) < len(text):
         beginning += f" [and {len(text) - len(beginning)} more characters]"

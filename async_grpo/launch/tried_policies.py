@@ -17,11 +17,12 @@ from async_grpo.modeling.load import load_causal_lm
 from async_grpo.types import Completion, FinishReason, Prompt, Sampling, Session
 
 RUN_SAMPLING = Sampling()
-MARK = "the policy's turn"  # stands for a turn of the policy where the template is examined
+# Text of the policy's turns in the conversation with which the template is examined
+MARK = "the policy's turn"
 
 
 class ScriptedPolicy:
-    """A `Generation` that says given texts, one per turn.
+    """A `Generation` whose policy says fixed texts, one per turn.
 
     Args:
         next_text: Returns the text of the next turn. It may wait for a person at the terminal.
@@ -37,7 +38,7 @@ class ScriptedPolicy:
     async def generate(
         self, prompt: Prompt, count: int, sampling: Sampling | None = None, session: Session | None = None
     ) -> AsyncGenerator[Completion]:
-        """Yield the next text `count` times; see `Generation`."""
+        """Yield the next text as `count` completions; see `Generation`."""
         for _ in range(count):
             text = await asyncio.to_thread(self._next_text)
             yield self._completion(text, sampling or RUN_SAMPLING)
@@ -85,7 +86,7 @@ class ModelPolicy:
     ) -> AsyncGenerator[Completion]:
         """Yield `count` completions; see `Generation`."""
         for _ in range(count):
-            # In a thread, so that the endpoint and the time limit of the trajectory are served meanwhile
+            # Sample in a thread, so that the endpoint and the trajectory's time limit keep working meanwhile
             yield await asyncio.to_thread(self._sample, prompt.token_ids, sampling or RUN_SAMPLING)
 
     @torch.inference_mode()
@@ -122,7 +123,7 @@ class ModelPolicy:
         )
 
     def _draw(self, distribution: torch.Tensor, *, is_greedy: bool) -> int:
-        """Return the id of a token that is drawn from log-probs (vocabulary,), or of the most probable one."""
+        """Return the id of a token: drawn at random according to log-probs (vocabulary,), or the most probable one."""
         if is_greedy:
             return int(distribution.argmax())
         return int(torch.multinomial(distribution.exp(), 1, generator=self._random))
@@ -133,7 +134,9 @@ class ModelPolicy:
 
 
 def end_token_of(renderer: PromptRenderer, tokenizer: Any, stop_token_ids: Sequence[int]) -> int:
-    """Return the id of the token with which the chat template ends a turn, so that the next turn continues its tokens.
+    """Return the id of the token with which the chat template ends a turn.
+
+    A scripted turn must end with it, so that the next turn continues the same sequence.
 
     Args:
         renderer: Renders conversations with the chat template.
@@ -155,7 +158,7 @@ def end_token_of(renderer: PromptRenderer, tokenizer: Any, stop_token_ids: Seque
 
 
 def texts_in_order(texts: Sequence[str]) -> Callable[[], str]:
-    """Return a function that returns one text after the other, and then the last one again and again."""
+    """Return a function that returns the texts one after the other, and after the end always the last one."""
     remaining = list(texts)
 
     def next_text() -> str:

@@ -1,7 +1,7 @@
 """`async-grpo try-environment`: play one trajectory of an environment, and print it turn by turn.
 
-The trajectory passes through the code that plays it in a run: processes, endpoint, chat template, parsers of tool calls
-and the recorder of tokens. Only the engine is replaced, by texts or by a model on the CPU.
+The trajectory passes through the same code as in a run: processes, endpoint, chat template, parsers of tool calls and
+the recorder of tokens. Only the engine is replaced: fixed texts, or a model on the CPU, take its place.
 """
 
 import asyncio
@@ -47,7 +47,7 @@ from async_grpo.types import Completion, Prompt, RewardStatus, Sample, Turn, Ver
 # The model whose tokenizer and chat template are used if the user names none
 SMALL_MODEL = Path(__file__).parents[1] / "data" / "tiny-model"
 SMALL_MODEL_TOOL_PARSER = "hermes"
-# What the policy says if the user gives neither texts nor a model
+# Turns of the policy if the user gives neither texts nor a model
 DEFAULT_TEXTS = ("Hello.", "I do not know.", "1")
 DEFAULT_ROW = {"input": "Hello."}
 TERMINAL = "-"  # value of --say that reads the texts from the terminal
@@ -116,7 +116,7 @@ def try_environment(config: TryEnvironmentConfig) -> None:
     """
     refuse_wrong_options(config)
     if config.model_name_or_path is None and config.tool_parser is None:
-        # The template of the small model does not show tools, so no format of calls can be derived from it
+        # The small model's template shows no tools, so the format of calls cannot be derived from it
         config = replace(config, tool_parser=SMALL_MODEL_TOOL_PARSER)
     variables = named_environment(parse_names(config.reward_env))
     model = local_model(config.model_name_or_path) if config.model_name_or_path else str(SMALL_MODEL)
@@ -127,7 +127,7 @@ def try_environment(config: TryEnvironmentConfig) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     output_path = folder / OUTPUT_FILE
     if output_path.exists():
-        # The output of this trajectory alone is shown
+        # Move the output of earlier trajectories away, so that only the output of this one is shown
         output_path.replace(output_path.with_name(f"{OUTPUT_FILE}.1"))
     if config.environment == "endpoint":
         print(
@@ -178,7 +178,7 @@ def _prompt_of(config: TryEnvironmentConfig, model: str, variables: Mapping[str,
 
 
 def _row_of(config: TryEnvironmentConfig, variables: Mapping[str, str]) -> tuple[str, dict[str, Any]]:
-    """Return where the row comes from, and the row."""
+    """Return (a description of where the row comes from, the row)."""
     if config.row is not None:
         try:
             row = json.loads(config.row)
@@ -199,7 +199,7 @@ def _row_of(config: TryEnvironmentConfig, variables: Mapping[str, str]) -> tuple
 
 
 def _settings_of(config: TryEnvironmentConfig, model: str, prompt: Prompt) -> SharedRunSettings:
-    """Return the settings that a run with this model, row and options has."""
+    """Return the settings that a run with this model, row and options would have."""
     return SharedRunSettings(
         run_name="try-environment",
         model_fingerprint=model_fingerprint(model),
@@ -217,13 +217,13 @@ def _settings_of(config: TryEnvironmentConfig, model: str, prompt: Prompt) -> Sh
 
 
 def _max_total_tokens(config: TryEnvironmentConfig, model: str, prompt: Prompt) -> int:
-    """Return the longest sequence in tokens. The context of the model does not matter if texts are scripted."""
+    """Return the maximum length of a sequence in tokens. For scripted texts, the model's context is no limit."""
     longest = len(prompt.token_ids) + config.max_generation_tokens
     return longest if config.model_name_or_path is None else min(longest, context_length(model))
 
 
 def _policy_of(config: TryEnvironmentConfig, model: str, settings: SharedRunSettings) -> Generation:
-    """Return the policy that plays, and print who it is."""
+    """Return the policy that plays, and print which one it is."""
     tokenizer = load_tokenizer(model)
     texts = split_list(config.say)
     if config.model_name_or_path is not None and not texts:

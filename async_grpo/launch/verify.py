@@ -163,7 +163,7 @@ class VerifyConfig(PromptOptions):
         return ColumnMap(
             prompt=parse_paths(self.prompt_column, "--prompt-column"),
             answer=parse_paths(self.answer_column, "--answer-column"),
-            # Without a model there is no chat template, so the text itself is what rewards get
+            # Without a model there is no chat template, so rewards get the text itself and not a message
             text_is_message=self.model_name_or_path is not None and self.prompt_as == "message",
         )
 
@@ -232,9 +232,10 @@ def verify(config: VerifyConfig) -> None:
 
 
 def _placed_rows(path: str) -> Iterator[tuple[str, Any]]:
-    """Yield (file and line as text, row) for each row of the file of completions, which training could read as well.
+    """Yield (file and line as text, row) for each row of the file of completions. All formats of training data work.
 
-    In a table of texts, an empty completion and a label are texts, too.
+    All cells of a CSV or TSV file are texts. There, convert labels to booleans or numbers, and read an empty cell as an
+    empty completion.
     """
     is_table = Path(path).suffix.lower() in TABLES_OF_TEXT
     for place, row in raw_rows(Path(path)):
@@ -247,7 +248,7 @@ def _placed_rows(path: str) -> Iterator[tuple[str, Any]]:
 
 
 def _input_renderer(config: VerifyConfig) -> Callable[[dict[str, Any], str], None] | None:
-    """Return a function that adds the prompt's text to a row without `input`, as a run does; None without a model."""
+    """Return a function that adds the prompt's text to a row without `input`, as a run would; None without a model."""
     if config.model_name_or_path is None:
         return None
     from async_grpo.modeling.load import load_tokenizer
@@ -264,7 +265,10 @@ def _input_renderer(config: VerifyConfig) -> Callable[[dict[str, Any], str], Non
 
 
 def _note_local_imports(console: Console, registry: Path, workers: LocalWorkers) -> None:
-    """Print a note about reward files that import modules of their own folder, which other nodes do not have."""
+    """Print a note about each reward file that imports modules of its own folder.
+
+    Other nodes of a run get only the reward file, not these modules.
+    """
     texts = {str(registry): workers.source.text} | {file.path: file.text for file in workers.source.files}
     for path, text in texts.items():
         modules = modules_beside(path, text)
@@ -277,7 +281,7 @@ def _note_local_imports(console: Console, registry: Path, workers: LocalWorkers)
 
 
 def _passes_check(console: Console, workers: LocalWorkers, name: str, card: Scorecard) -> bool:
-    """Check a reward on the rows that it scored as right, print the result, and return whether it passed."""
+    """Check a reward on the rows that it scored as right, print the result, and return whether the reward passed."""
     right_rows = [row.columns for row in card.right_rows]
     problems: list[str] = []
     if name in workers.judges:
@@ -302,7 +306,7 @@ def modules_beside(path: str, text: str) -> list[str]:
     """
     try:
         nodes = list(ast.walk(ast.parse(text)))
-    except (SyntaxError, ValueError):  # the error is reported by the process that imports the file
+    except (SyntaxError, ValueError):  # the process that imports the file will report the error
         return []
     imported = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
     imported |= {node.module for node in nodes if isinstance(node, ast.ImportFrom) and node.module}

@@ -1,4 +1,7 @@
-"""The warm servers of a run on this machine, and the files that are called instead of `python` (`warm_server`)."""
+"""Start the warm servers of a run on this machine, and write the files that are called instead of `python`.
+
+See `warm_server`.
+"""
 
 import json
 import os
@@ -10,18 +13,18 @@ from pathlib import Path
 
 from async_grpo.processes.warm_server import Stage, listen, write_executable
 
-# Imported by all processes. Modules that run as programs are left out, because Python warns if such a module was already
-# imported. Modules that import Ray are also left out (see `warm_server`)
+# Modules that all forked processes need. Programs are not among them, because Python warns if a program's module was
+# already imported. Modules that import Ray are not either (see `warm_server`)
 SHARED_MODULES = """
     torch torch.distributed.tensor torch.distributed.fsdp transformers async_grpo.modeling.policy
 """.split()
-# Imported by trainer ranks, controller, workers and logprob workers, in addition to SHARED_MODULES
+# Modules that trainer ranks, controller, workers and logprob workers need in addition to SHARED_MODULES
 TORCH_MODULES = """
     torch.distributed.elastic.multiprocessing torch.distributed.launcher.api torch.optim.adamw
     async_grpo.cluster.make_trainer async_grpo.inference.logprob_worker async_grpo.config.preflight
     async_grpo.launch.plan
 """.split()
-# Imported by generation workers and engines, in addition to SHARED_MODULES
+# Modules that generation workers and engines need in addition to SHARED_MODULES
 VLLM_MODULES = """
     vllm.v1.engine.async_llm vllm.v1.engine.core vllm.v1.worker.cpu_worker
     async_grpo.inference.generation_worker async_grpo.inference.vllm_edges.worker_extension
@@ -48,9 +51,9 @@ class WarmPythons:
     def variables(self) -> dict[str, str]:
         """The environment variables that tell the run's programs where the files are."""
         variables = {
-            # Read by torchrun, which starts the ranks
+            # torchrun reads this variable to start the ranks
             "PYTHON_EXEC": str(self.torch),
-            # Read in cluster/ray_session.py
+            # `cluster/ray_session.py` reads this variable
             "ASYNC_GRPO_WARM_TORCH": str(self.torch),
         }
         if self.vllm is not None:
@@ -79,23 +82,25 @@ def _folder_of(package: str) -> Path:
 
 
 def warm_pythons(scratch: Path, eager: bool, with_engines: bool) -> WarmPythons:
-    """Write the files into a private folder.
+    """Write the files that are called instead of `python` into a private folder.
 
     Args:
         scratch: The folder.
         eager: Whether engines compile nothing.
-        with_engines: Whether engines are forked, too. Without it vLLM need not be installed here.
+        with_engines: Whether engines are forked, too. If not, vLLM need not be installed here.
     """
     stages = []
     listeners = []
-    # For each stage, by name: the modules to import before the next stage is forked, and those to import afterwards
+    # For each stage, by name: the modules to import before the next stage is forked, and the modules to import after
+    # that
     modules_of_stages = {"torch": (SHARED_MODULES, TORCH_MODULES)}
     if with_engines:
         modules_of_stages["vllm"] = (VLLM_MODULES, [])
     for name, (modules, own_modules) in modules_of_stages.items():
         socket_path = scratch / f"warm-{name}.socket"
         executable = write_executable(scratch / f"warm-{name}", socket_path)
-        # vLLM sets these variables before it starts an engine, but without compilation nothing reads them
+        # vLLM sets these variables before it starts an engine. They may differ if nothing is compiled, because nothing
+        # reads them
         ignored = ["TORCHINDUCTOR_"] if eager and name == "vllm" else []
         listener = listen(socket_path)
         listeners.append(listener)
