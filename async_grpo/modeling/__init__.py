@@ -12,8 +12,8 @@ from torch.distributed.tensor import DTensor
 class MergedWeight:
     """A weight with a LoRA adapter: base + scaling * lora_b @ lora_a (Hu et al. 2021, "LoRA", equation 3).
 
-    The sum is computed when `full_tensor` needs it, so that only one merged weight is in memory at a time. The other
-    functions of this module read the base, which has the shape and the sharding of the merged weight.
+    `full_tensor` computes this sum only when it is needed, so that only one merged weight is in memory at a time. The
+    other functions of this module use the base, which has the shape and the sharding of the merged weight.
     """
 
     base: Tensor  # (out, in), frozen
@@ -87,10 +87,9 @@ def full_tensor(weight: Weight, dtype: torch.dtype | None = None) -> Tensor:
 
 
 def compute_device(weight: Weight) -> torch.device:
-    """Return the device that computes with a (possibly sharded) weight.
+    """Return the device on which a (possibly sharded) weight is used for computation.
 
-    It may differ from the device that stores the weight: with CPU offload, shards are in main memory, which NCCL cannot
-    reach.
+    With CPU offload, shards are stored in main memory, which NCCL cannot reach, but are used on the GPU.
     """
     tensor = stored_tensor(weight)
     return torch.device(tensor.device_mesh.device_type) if isinstance(tensor, DTensor) else tensor.device

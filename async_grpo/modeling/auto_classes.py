@@ -1,4 +1,4 @@
-"""Which class of transformers loads a model: that of causal language models, or of models that read images."""
+"""Choose the class of transformers that loads a model: for causal language models, or for models that read images."""
 
 from typing import Any
 
@@ -14,7 +14,7 @@ from async_grpo.processes.image_files import IMAGE_MODEL_TYPES
 
 
 def reads_images(config: PreTrainedConfig) -> bool:
-    """Return whether a model of this configuration is of a family whose prompts may have images."""
+    """Return whether a model of this configuration belongs to a family whose prompts may contain images."""
     return config.model_type in IMAGE_MODEL_TYPES
 
 
@@ -24,5 +24,5 @@ def auto_class(config: PreTrainedConfig) -> Any:
 
 
 def model_mapping(config: PreTrainedConfig) -> Any:
-    """Return transformers' mapping from configurations to the classes among which `auto_class` chooses."""
+    """Return transformers' mapping from configurations to model classes, from which `auto_class` chooses."""
     return MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING if reads_images(config) else MODEL_FOR_CAUSAL_LM_MAPPING

@@ -1,4 +1,4 @@
-"""A critic of its own: a second language model, whose value head estimates how much reward is still to come."""
+"""A separate critic model: a language model whose value head estimates how much reward is still to come."""
 
 from jaxtyping import Bool, Float, Int, Int64
 from torch import Tensor
@@ -9,9 +9,10 @@ from async_grpo.modeling.policy import PolicyModel
 
 
 class CriticModel(PolicyModel):
-    """A model that reads the same packed sequences as the policy, and returns values in place of log-probs.
+    """A model that reads the same packed sequences as the policy, and returns values instead of log-probs.
 
-    The language-model head is not used. It stays as it is, so that a folder of the critic is that of a whole model.
+    Its language-model head is not used, and keeps its weights. So a saved critic is the folder of a whole language
+    model.
 
     Args:
         model: A causal LM. Its attention is replaced by packed attention.

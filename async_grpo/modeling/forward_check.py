@@ -1,7 +1,7 @@
-"""Run a forward of a few tokens when a program starts, to detect models that the packed forward computes wrongly.
+"""Run a forward pass of a few tokens when a program starts, to detect models that the packed forward computes wrongly.
 
-The rules of `packable` only cover model properties that are known to cause wrong results. This check compares the
-results themselves, so it also detects unknown causes.
+The rules in `packable` only detect properties of models that are known to cause wrong results. This check compares the
+results themselves, so it also detects other causes.
 """
 
 from collections.abc import Callable, Sequence
@@ -15,14 +15,15 @@ from async_grpo.errors import ConfigurationError
 from async_grpo.modeling.policy import PolicyModel
 
 LENGTHS = (13, 15)  # lengths of the two sequences, in tokens
-# Number of tokens with which both sequences begin, so that the sharing of equal beginnings is tested
+# Number of tokens with which both sequences begin. The packed forward computes them once, and this must be tested as
+# well
 SHARED_TOKENS = 6
 # Differences that are always accepted as rounding (root mean square over the tokens, in nats), by compute dtype. A
-# larger difference is accepted if two of transformers' own attention implementations differ by a similar amount
+# larger difference is accepted if two attention implementations of transformers differ by a similar amount
 SMALL_DIFFERENCE = {torch.float32: 1e-4, torch.bfloat16: 0.03, torch.float16: 0.01, torch.float64: 1e-6}
-ROUNDINGS = 4.0  # accepted multiple of the difference between transformers' two implementations
-# Difference in nats that is accepted in half precision for a model with only one attention implementation, whose
-# rounding cannot be measured by comparing two implementations
+ROUNDINGS = 4.0  # accepted multiple of the difference between transformers' two attention implementations
+# Accepted difference in nats in half precision, if a model has only one attention implementation. Its rounding cannot
+# be measured, because there is no second implementation to compare with
 UNMEASURED_ROUNDING = 0.1
 WAY_OUT = "use a model of another family (docs/models.md lists those that work)"
 
@@ -59,8 +60,9 @@ def check_forward(
             name, lambda: _error_of_packing(policy, sequences, packed, compute_dtype)
         )
     randomness = _rms(repeated - packed)
-    # Two forwards of the same input may differ by rounding, because some GPU kernels sum in no fixed order. Watching
-    # torch's random generators would not work: OPT draws a random number in each layer even if layer drop is off
+    # Two forward passes of the same input may differ by rounding, because some GPU kernels sum in no fixed order. So
+    # compare results with a tolerance. Whether random numbers were drawn says nothing: OPT draws one in each layer even
+    # if layer drop is off
     allowed_randomness = SMALL_DIFFERENCE[compute_dtype]
     is_random = randomness > allowed_randomness
     is_wrong = not error <= allowed  # unlike error > allowed, this is also True for NaN
@@ -81,7 +83,7 @@ def check_forward(
 
 
 def _sequences(policy: PolicyModel) -> list[Int64[Tensor, " _tokens"]]:
-    """Return two sequences of random tokens, always the same ones. Both begin with the same tokens."""
+    """Return two sequences of random tokens, always the same two. Both begin with the same SHARED_TOKENS tokens."""
     vocab_size = policy.model.config.get_text_config().vocab_size
     generator = torch.Generator().manual_seed(0)
     sequences = [torch.randint(vocab_size, (length,), generator=generator) for length in LENGTHS]

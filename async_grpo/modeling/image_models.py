@@ -1,8 +1,8 @@
 """Models that read images: their processor, their positions, and their packed forward.
 
-The families are those of `IMAGE_MODEL_TYPES`. Each image stands in the prompt as a run of placeholder
-tokens, whose embeddings are replaced by the image's features, and its tokens have positions in three dimensions
-(Wang et al. 2024, "Qwen2-VL", section 2.1).
+The families are those of `IMAGE_MODEL_TYPES`. In the prompt, each image is a run of placeholder tokens. The image's
+features replace their embeddings, and the positions of these tokens have three dimensions (Wang et al. 2024,
+"Qwen2-VL", section 2.1).
 """
 
 from collections.abc import Iterator, Sequence
@@ -22,27 +22,27 @@ from async_grpo.modeling.packed import PACKED_ATTENTION, Packing
 from async_grpo.processes.image_files import IMAGE_MODEL_TYPES, read_image
 from async_grpo.types import ImageReference
 
-NO_FEATURE = -1  # entry of `ImageInputs.features` for a token of the text
-# Attention of the vision tower. Its images do not attend to each other, so it needs no packed attention
+NO_FEATURE = -1  # entry of `ImageInputs.features` for a token of text
+# Attention implementation of the vision tower. The tower itself keeps the images apart, so it needs no packed attention
 VISION_ATTENTION = "sdpa"
 
 
 def unsampled_token_ids(config: PreTrainedConfig) -> tuple[int, ...]:
     """Return the ids of the tokens that stand for images and videos, which a policy must never sample.
 
-    An engine would take a sampled placeholder for an image that the request does not have.
+    An engine would look for an image that the request does not have.
     """
     return tuple(sorted({config.image_token_id, config.video_token_id}))
 
 
 def special_token_ids(config: PreTrainedConfig) -> tuple[int, ...]:
-    """Return the ids of all tokens that have a meaning around images and videos."""
+    """Return the ids of all tokens with a special meaning for images and videos, such as placeholders."""
     around = {config.vision_start_token_id, config.vision_end_token_id}
     return tuple(sorted({*unsampled_token_ids(config), *around}))
 
 
 def attention_by_part(attention: str) -> dict[str, str]:
-    """Return the implementations of attention of the two parts of a model, for `set_attn_implementation`."""
+    """Return the attention implementations of language model and vision tower, in the form of `set_attn_implementation`."""
     vision = VISION_ATTENTION if attention == PACKED_ATTENTION else attention
     return {"text_config": attention, "vision_config": vision}
 
@@ -54,25 +54,26 @@ def freeze_vision(model: PreTrainedModel) -> None:
 
 @dataclass(frozen=True)
 class ImageInputs:
-    """The images of one packed row, on the policy's device. F is the number of features of all distinct images."""
+    """The images of one packed row, on the policy's device. F is the total number of features of all distinct images."""
 
     pixel_values: Float[Tensor, "patches values"]
-    # Number of patches of each distinct image: in time, vertical, horizontal
+    # Number of patches of each distinct image, as (in time, vertical, horizontal)
     grids: Int64[Tensor, "images 3"]
-    # Index among the F features of each token's feature; NO_FEATURE for text
+    # For each token, the index of the feature that replaces its embedding, among the F features; NO_FEATURE for text
     features: Int64[Tensor, " packed"]
     position_ids: Int64[Tensor, "3 packed"]  # position of each token: in time, vertical, horizontal
 
     def keys(self, input_ids: Int64[Tensor, " packed"]) -> Int64[Tensor, " packed"]:
-        """Return token ids that differ for the tokens of different images, whose placeholders are equal.
+        """Return token ids in which the placeholders of each image have numbers of their own.
 
-        `Packing` computes equal beginnings once, and two prompts may have equal ids and different images.
+        `Packing` computes equal beginnings of sequences once. Without this, two prompts with the same text and
+        different images would look equal.
         """
         return torch.where(self.features == NO_FEATURE, input_ids, -1 - self.features)
 
 
 class ImageReader:
-    """The image processor of a model, and the shape of its images in a prompt.
+    """Reads images: a model's image processor, and the number of tokens of an image in a prompt.
 
     Args:
         processor: An image processor of transformers.
@@ -81,7 +82,8 @@ class ImageReader:
 
     def __init__(self, processor: Any, config: PreTrainedConfig) -> None:
         self._processor = processor
-        self._merge_size = config.vision_config.spatial_merge_size  # patches along each side of a token
+        # A token has this many patches in height and in width
+        self._merge_size = config.vision_config.spatial_merge_size
         self._image_token_id = config.image_token_id
 
     @classmethod
@@ -115,7 +117,7 @@ class ImageReader:
 
     @property
     def name(self) -> str:
-        """Return the name of the processor's class, which must be the same in engines and trainer."""
+        """Return the name of the processor's class. Engines and trainer must use the same class."""
         return type(self._processor).__name__
 
     def num_tokens(self, width: int, height: int) -> int:
@@ -183,7 +185,7 @@ class ImageReader:
 
 @dataclass(frozen=True)
 class ImageSpan:
-    """The tokens of an image in a sequence, which form a rectangle."""
+    """The position and size of an image in a sequence. Its tokens form a rectangle."""
 
     begin: int  # index of the first token in the sequence
     rows: int
@@ -193,8 +195,9 @@ class ImageSpan:
 def token_positions(num_tokens: int, spans: Sequence[ImageSpan]) -> Int64[np.ndarray, "3 tokens"]:
     """Return the positions of a sequence's tokens: in time, vertical, horizontal.
 
-    Tokens of text have three equal positions, which grow by 1. The tokens of an image have the same position in time,
-    and vertical and horizontal positions from there on. The text goes on after the largest of them.
+    A token of text has three equal numbers, which grow by 1 from token to token. All tokens of an image have the same
+    number in time; their vertical and horizontal numbers count from there. The text after the image continues after the
+    largest of these numbers.
 
     >>> token_positions(7, [ImageSpan(begin=1, rows=2, columns=2)]).tolist()
     [[0, 1, 1, 1, 1, 3, 4], [0, 1, 1, 2, 2, 3, 4], [0, 1, 2, 1, 2, 3, 4]]
@@ -245,8 +248,8 @@ def hidden_states(
 ) -> Float[Tensor, "rows hidden"]:
     """Return the hidden states of the rows of a packing.
 
-    The vision tower computes also without images, and its result is multiplied by 0: a sharded tower is gathered by all
-    ranks together, and all of them must compute a gradient for it.
+    The vision tower also runs if there are no images, and its result is then multiplied by 0. Gathering a sharded tower
+    is a collective, so every rank must run it and compute a gradient for it.
 
     Args:
         model: A model of one of the families.
@@ -285,9 +288,9 @@ def hidden_states(
 
 
 def _image_features(body: Any, pixel_values: Tensor, grids: Tensor) -> list[Float[Tensor, "features hidden"]]:
-    """Return the features of all images, end to end.
+    """Return the features of all images, one image after the other, in one or more tensors.
 
-    The first are those that replace the embeddings of placeholders. Qwen3-VL has further ones, which its first layers add
+    The first tensor replaces the embeddings of placeholders. Qwen3-VL has further tensors, which its first layers add
     to the hidden states (Meng et al. 2024, "DeepStack").
     """
     output = body.get_image_features(pixel_values, grids, return_dict=True)
@@ -296,7 +299,7 @@ def _image_features(body: Any, pixel_values: Tensor, grids: Tensor) -> list[Floa
 
 
 def _smallest_image(model: PreTrainedModel) -> tuple[Float[Tensor, "patches values"], Int64[Tensor, "1 3"]]:
-    """Return the pixel values, all zero, and the grid of an image of one token."""
+    """Return the pixel values (all zero) and the grid of an image that has one token."""
     vision = model.config.vision_config
     num_values = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
     side = vision.spatial_merge_size

@@ -1,6 +1,6 @@
-"""Recognize folders that are not a whole model: adapters, other formats of weights, and downloads that did not finish.
+"""Recognize folders that are not a complete model: adapters, weights in other formats, and incomplete downloads.
 
-Such folders are common, and the error messages of transformers, vLLM and safetensors do not say what they are.
+Such folders are common. The error messages of transformers, vLLM and safetensors do not say what is wrong with them.
 """
 
 import json
@@ -16,7 +16,7 @@ ADAPTER_CONFIG_FILE = "adapter_config.json"
 ADAPTER_WEIGHTS_FILE = "adapter_model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 SINGLE_WEIGHTS_FILE = "model.safetensors"
-# Patterns of files with weights in formats that are not read, and the names of the formats
+# Patterns of files with weights in formats that this library does not read, and the names of the formats
 OTHER_FORMATS = {
     "*.gguf": "GGUF, the format of llama.cpp",
     "*.h5": "the format of TensorFlow",
@@ -41,10 +41,10 @@ MERGE = (
 
 
 def refuse_adapter(folder: Path) -> None:
-    """Raise ConfigurationError if a folder holds the files of an adapter, such as LoRA, with or without a model.
+    """Raise ConfigurationError if a folder contains the files of an adapter, such as LoRA, with or without a model.
 
-    transformers would load the base model that the adapter names, and engines would take the adapter's weights for
-    those of the model.
+    transformers would load the base model that the adapter names, and engines would use the adapter's weights as
+    weights of the model.
     """
     if (folder / ADAPTER_CONFIG_FILE).exists():
         has_model = (folder / "config.json").exists()
@@ -77,7 +77,7 @@ def base_of_adapter(folder: Path) -> str:
             f"{folder} holds an adapter, and {ADAPTER_CONFIG_FILE} does not name its model: give --init-adapter {folder} "
             "--model-name-or-path BASE"
         )
-    # A relative path is one from the folder in which the adapter was trained, or from the adapter's own
+    # A relative path starts either at the folder in which the adapter was trained, or at the adapter's own folder
     for path in (Path(base).expanduser(), folder / base):
         if (path / "config.json").is_file():
             return str(path)
@@ -105,9 +105,9 @@ def _named_base(folder: Path) -> str | None:
 
 
 def problem_without_config(path: Path) -> str:
-    """Describe what a path without a `config.json` is, and what the user can do about it.
+    """Describe what is at a path without a `config.json`, and what the user can do about it.
 
-    The caller puts the text after the path, so that both form one sentence.
+    The caller puts the text after the path, so that path and text form one sentence.
     """
     fetch = (
         "give a local folder in the Hugging Face format (`hf download NAME --local-dir FOLDER` fetches one)"

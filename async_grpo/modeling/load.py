@@ -30,8 +30,9 @@ from async_grpo.modeling.model_files import (
 )
 from async_grpo.processes.untrusted_files import read_json
 
-disable_progress_bar()  # the bars would appear between the run's own lines in logs and on the console
-# If these fields are equal in two folders, the weights of one folder fit a model that is built from the other
+disable_progress_bar()  # progress bars would appear between the run's own lines in logs and on the console
+# Fields of a configuration. If they are equal in two folders, the weights of one folder fit a model built from the
+# other
 ARCHITECTURE_FIELDS = (
     "model_type",
     "vocab_size",
@@ -53,10 +54,10 @@ ARCHITECTURE_FIELDS = (
 VOCABULARY_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 TOKENIZER_FILES = (*VOCABULARY_FILES, TOKENIZER_CONFIG_FILE)
 MAX_TOKENIZER_BYTES = 256 << 20
-# Passed to every call of transformers. Without trust_remote_code=False, transformers asks on the terminal whether to
+# Arguments of every call of transformers. Without trust_remote_code=False, transformers asks on the terminal whether to
 # run the code of a folder
 LOCAL: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
-FEWEST_POSITIONS = 2  # one token of a prompt, and one of a completion
+FEWEST_POSITIONS = 2  # minimum context: one token of a prompt, and one of a completion
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 
 
@@ -74,11 +75,11 @@ def load_config(path: str | Path) -> PreTrainedConfig:
     check_model_folder(folder)
     try:
         config = AutoConfig.from_pretrained(folder, **LOCAL)
-    except Exception as error:  # transformers raises any exception for broken files
+    except Exception as error:  # transformers may raise any exception for broken files
         raise ConfigurationError(f"the configuration in {folder} cannot be used: {error}") from error
     if hasattr(config, "auto_map"):
-        # Exports of the run contain no code files, so their configuration must not name any. transformers' own class
-        # for the model is used, which does not need this code
+        # Remove the names of code files. Exports of the run contain no such files, and transformers' own class for the
+        # model needs none
         del config.auto_map
     return config
 
@@ -89,12 +90,12 @@ def load_tokenizer(path: str | Path) -> Any:
     check_model_folder(folder)
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, **LOCAL)
-    except Exception as error:  # transformers raises any exception for a truncated file
+    except Exception as error:  # transformers may raise any exception for a truncated file
         raise ConfigurationError(
             f"the tokenizer in {path} cannot be read ({error}): copy the tokenizer's files again"
         ) from error
-    # Without the tokenizer's files, transformers would make an empty tokenizer, which decodes every completion to "".
-    # Byte tokenizers need no files and name none
+    # Check this, because transformers would make an empty tokenizer if the files are missing, which decodes every
+    # completion to "". Byte tokenizers need no files and name none
     names = sorted({*getattr(tokenizer, "vocab_files_names", {}).values()})
     if names and not any((folder / name).is_file() for name in {*names, *VOCABULARY_FILES}):
         raise ConfigurationError(
@@ -151,7 +152,7 @@ def refuse_wrong_weights(path: str | Path) -> None:
 
 
 def _is_of_a_further_layer(config: PreTrainedConfig, name: str) -> bool:
-    """Return whether a weight belongs to a layer behind the model's own that predicts further tokens, as DeepSeek's."""
+    """Return whether a weight belongs to an additional layer that predicts further tokens, as in DeepSeek's models."""
     num_layers = getattr(config, "num_hidden_layers", 0)
     num_further_layers = getattr(config, "num_nextn_predict_layers", None) or 0
     numbers = [int(part) for part in name.split(".") if part.isdecimal()]
@@ -160,7 +161,7 @@ def _is_of_a_further_layer(config: PreTrainedConfig, name: str) -> bool:
 
 @contextmanager
 def _without_load_report() -> Iterator[None]:
-    """In the block, transformers does not log its table of missing and surplus weights: the error names them."""
+    """During the block, keep transformers from logging its table of missing and surplus weights. The error names them."""
     verbosity = get_verbosity()
     set_verbosity_error()
     try:
@@ -172,10 +173,10 @@ def _without_load_report() -> Iterator[None]:
 def _loaded(
     folder: Path, config: PreTrainedConfig, options: dict[str, Any]
 ) -> tuple[PreTrainedModel, dict[str, Any]]:
-    """Return the folder's causal LM, and the names of the weights that it lacks, or that the files have in addition."""
+    """Return the folder's causal LM, and transformers' lists of missing and surplus weights."""
     try:
         model, loading_info = auto_class(config).from_pretrained(folder, config=config, **LOCAL, **options)
-    except Exception as error:  # transformers raises any exception for broken files
+    except Exception as error:  # transformers may raise any exception for broken files
         raise ConfigurationError(
             f"no causal language model can be loaded from {folder}: {_wrong_shape(folder) or error}"
         ) from error
@@ -204,9 +205,9 @@ def _refuse_other_weights(folder: Path, model: PreTrainedModel, loading_info: di
 
 
 def _is_of_a_part(model: PreTrainedModel, name: str) -> bool:
-    """Return whether a weight's name begins with a part of the model, such as `lm_head` or `model.layers`.
+    """Return whether a weight's name begins with the name of a part of the model, such as `lm_head` or `model.layers`.
 
-    Masks and positions do not count, which older files hold, nor layers that only predict further tokens.
+    Return False for masks and positions, which older files contain, and for layers that only predict further tokens.
     """
     if name.endswith(BUFFER_NAMES) or _is_of_a_further_layer(model.config.get_text_config(), name):
         return False
@@ -245,17 +246,17 @@ def empty_causal_lm(path: str | Path) -> PreTrainedModel:
             model = auto_class(config).from_config(config, dtype=torch.float32, trust_remote_code=False)
     except ConfigurationError:
         raise
-    except Exception as error:  # transformers raises any exception for broken files
+    except Exception as error:  # transformers may raise any exception for broken files
         problem = f"{type(error).__name__}: {error}"
         if isinstance(error, KeyError):
             problem = _unknown_value(config, error.args[0])
         raise ConfigurationError(f"no causal language model can be made of {path}: {problem}") from error
-    model.tie_weights()  # until this call, the head and the embedding are separate parameters even if they are tied
+    model.tie_weights()  # before this call, head and embedding are separate parameters even if they are tied
     return model
 
 
 def _unknown_value(config: PreTrainedConfig, value: Any) -> str:
-    """Return what is wrong with a configuration if transformers looked up one of its values in vain."""
+    """Return what is wrong with a configuration if transformers did not find one of its values in a table."""
     names = [name for name, item in config.get_text_config().to_dict().items() if item == value]
     keys = f" ({' or '.join(names)})" if names else ""
     return f"config.json has the value {value!r}{keys}, which transformers does not know: correct it"
@@ -264,8 +265,8 @@ def _unknown_value(config: PreTrainedConfig, value: Any) -> str:
 def _refuse_more_parameters_than_files(config: PreTrainedConfig, folder: Path) -> None:
     """Raise ConfigurationError if the configuration describes far more parameters than the folder's files contain.
 
-    The parameters are counted on the "meta" device, which takes no memory. `init_empty_weights` is not used for this,
-    because it allocates each weight before it drops it, and might thus run out of memory.
+    The parameters are counted on the "meta" device, which takes no memory. `init_empty_weights` would allocate each
+    weight for a moment, and might run out of memory.
     """
     with torch.device("meta"):
         described = auto_class(config).from_config(config, trust_remote_code=False)
@@ -274,7 +275,7 @@ def _refuse_more_parameters_than_files(config: PreTrainedConfig, folder: Path) -
 
 
 def torch_dtype(dtype: str | torch.dtype) -> torch.dtype:
-    """Return the torch dtype with a name of DTYPES, or raise ConfigurationError for another name."""
+    """Return torch's dtype of a name in DTYPES. Raise ConfigurationError for another name."""
     if isinstance(dtype, torch.dtype):
         return dtype
     if dtype not in DTYPES:
@@ -300,7 +301,7 @@ def _vocabulary(folder: Path) -> Any:
             tokenizer = read_json(folder / "tokenizer.json", MAX_TOKENIZER_BYTES, follow_links=True)
             added = {token["content"]: token["id"] for token in tokenizer.get("added_tokens", [])}
             return {"vocab": tokenizer.get("model", {}).get("vocab"), "added": added}
-        except Exception as error:  # transformers raises any exception for broken files
+        except Exception as error:  # transformers may raise any exception for broken files
             raise ConfigurationError(f"the tokenizer in {folder} cannot be read ({error})") from error
     for name in ("tokenizer.model", "vocab.json"):
         if (folder / name).is_file():
@@ -311,8 +312,8 @@ def _vocabulary(folder: Path) -> Any:
 def stop_token_ids(path: str | Path) -> tuple[int, ...]:
     """Return the ids of all tokens that end a sequence, in ascending order.
 
-    Chat models name several such ids in different files. If one were missing here, answers that end with this token
-    would look truncated.
+    Chat models name several such ids, in different files. If one were missing here, completions that end with it would
+    count as truncated.
 
     Raises:
         ConfigurationError: No file of the folder names an end token, or one names an id that is not in the vocabulary.

@@ -1,7 +1,7 @@
 """Log-probs of sampled tokens from hidden states, without storing the logits of all tokens at once.
 
 The logits of 36,000 tokens over a vocabulary of 152,000 would take 20 GiB. So the head is applied to one chunk of
-tokens at a time, in the forward and again in the backward. Only a few numbers per token are kept.
+tokens at a time, in the forward and again in the backward pass. Only a few numbers per token are kept in between.
 """
 
 from typing import Any
@@ -15,10 +15,10 @@ from async_grpo.messages import Truncation
 from async_grpo.modeling.token_masks import TokenMasks, forbid
 from async_grpo.modeling.truncated import forbid_below, lowest_logits
 
-# Tokens whose logits are in memory at once on a CPU if a float32 head is frozen. Smaller chunks need less memory, and
-# SmolLM2's head takes a quarter more time than with chunks of 256 tokens (docs/log.md, 2026-11-28). Small chunks would take
-# much longer for a head with a gradient, to which each chunk adds, and for a bfloat16 head, which each chunk converts to
-# float32
+# Number of tokens whose logits are in memory at once on a CPU if the head is float32 and frozen. Small chunks need less
+# memory; with SmolLM2's head they take a quarter more time than chunks of 256 tokens (docs/log.md, 2026-11-28). They
+# would take much longer for a head with a gradient, to which each chunk adds, and for a bfloat16 head, which each chunk
+# converts to float32
 FROZEN_CHUNK_TOKENS_ON_CPU = 64
 PRODUCT_ROWS = 1 << 14  # rows of the head whose gradient is computed at once on a GPU
 
@@ -38,9 +38,9 @@ def chunked_logprobs(
     If the loss does not use the entropy, the backward skips its gradient. The logits are float32, or float64 for
     float64 input.
 
-    With a truncation, each softmax is taken over the tokens that the truncation keeps, and the target. The gradient is
-    that of a fixed set of tokens, which is the gradient of the truncated policy wherever that has one: the set changes
-    only at single values of the weights.
+    With a truncation, each softmax is taken over the tokens that the truncation keeps, and the target. The gradient
+    treats this set of tokens as fixed. It is the exact gradient of the truncated policy, except at single values of the
+    weights at which the set changes.
 
     Args:
         hidden: The hidden state from which each target token is predicted.
@@ -54,8 +54,8 @@ def chunked_logprobs(
         truncation: The rule by which the sampler keeps only probable tokens; None if it keeps all of them.
 
     Returns:
-        (log-probs, entropies), and with a truncation also 1 for each target that the truncation alone would not keep, and
-        0 for all others.
+        (log-probs, entropies). With a truncation also a third tensor: 1 for each target that the truncation alone would
+        have excluded, and 0 for the others.
 
     >>> zeros = torch.zeros(3, 2)
     >>> logprobs, _ = chunked_logprobs(zeros, torch.ones(4, 2), None, torch.tensor([0, 1, 3]), 0.7, 2)
@@ -75,10 +75,10 @@ def chunked_logprobs(
 class _ChunkedHead(torch.autograd.Function):
     """Log-probs and entropies, with a backward that computes the logits again.
 
-    With logits z / T, their softmax p and its entropy H, the gradients are d logprob / dz = (onehot - p) / T and
-    dH / dz = -p (log p + H) / T. A token outside of the mask or the truncation has p = 0, so that both of its gradients
-    are 0. The backward does not apply the rule of the truncation again, but compares the logits with the lowest logit
-    that it kept.
+    With logits z / T, their softmax p and its entropy H, the gradients are d logprob / dz = (onehot - p) / T and dH /
+    dz = -p (log p + H) / T. A token outside of the mask or the truncation has p = 0, so that both of its gradients are
+    0. The backward does not apply the rule of the truncation again. It compares the logits with the lowest logit that
+    the forward kept.
     """
 
     @staticmethod
@@ -110,7 +110,7 @@ class _ChunkedHead(torch.autograd.Function):
             normalisers[rows] = logits.logsumexp(dim=1)
             logprobs[rows] = logits.gather(1, targets[rows, None])[:, 0] - normalisers[rows]
             probs = (logits - normalisers[rows, None]).exp_()
-            # Multiplied in place, because the product would be one more tensor of the logits' size
+            # Multiply in place: the product would otherwise be one more tensor of the logits' size
             entropies[rows] = normalisers[rows] - probs.mul_(logits).sum(dim=1)
         ctx.save_for_backward(
             hidden,
@@ -126,8 +126,8 @@ class _ChunkedHead(torch.autograd.Function):
         ctx.mark_non_differentiable(is_outside)
         ctx.temperature = temperature
         ctx.chunk_tokens = chunk_tokens
-        # Make autograd pass None instead of zeros as the gradient of an unused entropy. Zeros would cost as much as a
-        # real gradient
+        # If the entropy is not used, let autograd pass None as its gradient. Zeros, the default, would cost as much as
+        # a real gradient
         ctx.set_materialize_grads(False)
         return logprobs, entropies, is_outside
 
@@ -145,9 +145,9 @@ class _ChunkedHead(torch.autograd.Function):
         if grad_logprobs is None:
             grad_logprobs = torch.zeros_like(normalisers)
         grad_hidden = torch.empty_like(hidden)
-        # With LoRA the head is frozen. Its gradient would be as large as the head in float32
+        # With LoRA the head is frozen and needs no gradient, which would be as large as the head in float32
         _, needs_grad_weight, needs_grad_bias, *_ = ctx.needs_input_grad
-        # The sum over chunks is float32. A bfloat16 sum would be rounded again with each chunk
+        # Sum over chunks in float32. A bfloat16 sum would be rounded with each chunk
         grad_weight = torch.zeros_like(weight, dtype=normalisers.dtype) if needs_grad_weight else None
         grad_bias = torch.zeros_like(bias, dtype=normalisers.dtype) if needs_grad_bias else None
         for rows in chunks(len(hidden), ctx.chunk_tokens):
@@ -172,7 +172,7 @@ class _ChunkedHead(torch.autograd.Function):
             if grad_logits.is_cuda and grad_logits.dtype != grad_weight.dtype:
                 add_product(grad_weight, grad_logits, hidden[rows])
             else:
-                # addmm_ adds in place, so no second tensor of the head's size is allocated
+                # addmm_ adds in place, so it allocates no second tensor of the head's size
                 grad_weight.addmm_(grad_logits.T.to(grad_weight.dtype), hidden[rows].to(grad_weight.dtype))
         if grad_weight is not None:
             grad_weight = grad_weight.to(weight.dtype)
@@ -204,9 +204,9 @@ def add_product(
     grad_logits: Float[Tensor, "tokens vocab"],
     hidden: Float[Tensor, "tokens hidden"],
 ) -> None:
-    """Add `grad_logits.T @ hidden` to the total, in float32.
+    """Add `grad_logits.T @ hidden` to `total`, in float32.
 
-    The product is computed for PRODUCT_ROWS tokens of the vocabulary at a time. The whole product would be a second
+    The product is computed for PRODUCT_ROWS tokens of the vocabulary at a time. All at once, it would be a second
     tensor of the head's size: 2.2 GB for a vocabulary of 151,936 and 3,584 hidden units.
     """
     for vocab in chunks(len(total), PRODUCT_ROWS):

@@ -1,8 +1,8 @@
-"""LoRA adapters in the policy, made with peft: `LoraLayers` puts them in, and names their tensors as peft's files do.
+"""LoRA adapters in the policy: puts peft's layers into a model, and names their tensors as peft's files do.
 
-Only the layers that get an adapter change: `layer` becomes peft's layer, which holds the frozen weight as
-`layer.base_layer`, and the adapter as `layer.lora_A` and `layer.lora_B`. All other code sees the names of the plain
-model: `named_weights` yields merged weights under them.
+Only the layers that get an adapter change: `layer` becomes peft's layer, with the frozen weight as `layer.base_layer`
+and the adapter as `layer.lora_A` and `layer.lora_B`. All other code sees the names of the model without adapters:
+`named_weights` yields merged weights under these names.
 """
 
 import json
@@ -23,10 +23,10 @@ from async_grpo.messages import LoraSettings
 from async_grpo.modeling.incomplete_folders import ADAPTER_CONFIG_FILE, ADAPTER_WEIGHTS_FILE
 from async_grpo.processes.untrusted_files import read_json
 
-ADAPTER_NAME = "default"  # peft's name of the only adapter of a model
+ADAPTER_NAME = "default"  # peft's name of an adapter; a model has only this one
 FILE_PREFIX = "base_model.model."  # peft's files name the tensors of a model with this prefix
 BASE_LAYER = ".base_layer."  # part of the names of weights in layers with an adapter
-# Fields of adapter_config.json that change what an adapter computes, and the values with which it computes W + s B A
+# Fields of adapter_config.json that change what an adapter computes, with the values for which it computes W + s B A
 PLAIN_LORA = {
     "use_dora": (False,),
     "bias": ("none",),
@@ -45,19 +45,19 @@ PLAIN_LORA = {
     "arrow_config": (None,),
     "kasa_config": (None,),
     "monteclora_config": (None,),
-    # All other initial values, such as those of PiSSA, OLoRA, CorDA, LoftQ and LoRA-GA, also change the base
+    # All other ways to set initial values, such as PiSSA, OLoRA, CorDA, LoftQ and LoRA-GA, also change the base
     "init_lora_weights": (True, False, "gaussian", "eva", "orthogonal"),
 }
-# Larger values in an adapter_config.json are nonsense, and quotients of them may be no floating-point numbers
+# Maximum of a rank in adapter_config.json. Larger numbers are nonsense, and a division of them may overflow
 MAX_RANK = 1 << 20
 MAX_ALPHA = 1e9
 TENSOR_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
 def add_lora(model: PreTrainedModel, settings: LoraSettings) -> None:
-    """Give the layers of `settings` an adapter, and freeze all other weights. The adapter's tensors are still empty.
+    """Add empty adapters to the layers that `settings` names, and freeze all other weights.
 
-    Call `fill_lora` once the model's weights are loaded.
+    Call `fill_lora` for the adapters' values after the model's weights are loaded.
 
     Raises:
         ConfigurationError: See `refuse_unfitting`.
@@ -67,7 +67,7 @@ def add_lora(model: PreTrainedModel, settings: LoraSettings) -> None:
     from async_grpo.modeling.lora_layer import LeanLoraLinear
 
     refuse_unfitting(model, settings)
-    # peft multiplies by lora_alpha / r
+    # peft scales the adapter by lora_alpha / r
     config = LoraConfig(
         r=settings.rank,
         lora_alpha=settings.scaling * settings.rank,  # type: ignore[arg-type]  # peft accepts fractions
@@ -107,7 +107,7 @@ def refuse_unfitting(model: PreTrainedModel, settings: LoraSettings) -> None:
 
 def linear_layers(model: PreTrainedModel) -> list[str]:
     """Return the names of all linear layers except the head and those of a vision tower, in the model's order."""
-    head = getattr(model, "get_output_embeddings", lambda: None)()  # models of diffusers have none
+    head = getattr(model, "get_output_embeddings", lambda: None)()  # models of diffusers have no such method
     vision_tower = getattr(getattr(model, "base_model", None), "visual", None)
     modules_of_tower = set() if vision_tower is None else set(vision_tower.modules())
     names = []
@@ -126,7 +126,7 @@ def layers_of_targets(model: PreTrainedModel, targets: Sequence[str]) -> list[st
     """
     candidates = linear_layers(model)
     last_parts = sorted({name.rpartition(".")[2] for name in candidates})
-    head = getattr(model, "get_output_embeddings", lambda: None)()  # models of diffusers have none
+    head = getattr(model, "get_output_embeddings", lambda: None)()  # models of diffusers have no such method
     chosen = set()
     for target in targets:
         layers = [name for name in candidates if _has_name(name, target)]
@@ -207,13 +207,16 @@ def fill_lora(model: nn.Module, settings: LoraSettings, seed: int, device: torch
             value = values[f"{FILE_PREFIX}{layer_name}.{part}.weight"].to(device, torch.float32)
             if isinstance(linear.weight, DTensor):
                 shard = linear.weight
-                # All ranks have the whole value, so nothing is sent
+                # All ranks have the whole value, so nothing needs to be sent
                 value = distribute_tensor(value, shard.device_mesh, shard.placements, src_data_rank=None)
             linear.weight = nn.Parameter(value)
 
 
 def new_lora_tensors(shapes: Mapping[str, tuple[int, ...]], seed: int) -> dict[str, Tensor]:
-    """Return new adapters: A uniform in +- 1 / sqrt(in) as in peft, and B zero, so that the policy is the base at first."""
+    """Return the tensors of new adapters: A uniform in +- 1 / sqrt(in) as in peft, and B zero.
+
+    With B zero, the policy is at first the base model.
+    """
     generator = torch.Generator().manual_seed(seed)
     values = {}
     for name, shape in shapes.items():
@@ -352,7 +355,7 @@ def write_lora_folder(
         "task_type": "CAUSAL_LM",
         "base_model_name_or_path": base_model,
         "r": settings.rank,
-        # peft and vLLM compute lora_alpha / r. A fraction is only written where the scale needs one
+        # peft and vLLM compute lora_alpha / r. Write a whole number if that gives the same scale
         "lora_alpha": _whole_if_possible(settings.scaling * settings.rank),
         "lora_dropout": 0.0,
         "use_rslora": False,
@@ -376,16 +379,16 @@ def _whole_if_possible(value: float) -> int | float:
 
 
 def _short_names(layers: Iterable[str]) -> list[str]:
-    """Return the last parts of the layers' names, which peft and vLLM compare with those of all layers.
+    """Return the last parts of the layers' names. peft and vLLM compare them with the names of all layers.
 
-    If only some layers of a name have an adapter, the file lacks tensors for the others, which then get none.
+    If only some layers with such a name have an adapter, the file has no tensors for the others, which then get none.
     """
     return sorted({name.rpartition(".")[2] for name in layers})
 
 
 @contextmanager
 def lora_switched_off(model: nn.Module) -> Iterator[None]:
-    """Within the block, the model computes without its adapters, and so as the base model."""
+    """During the block, the model computes without its adapters, as the base model."""
     layers = [layer for _, layer in lora_modules(model)]
     for layer in layers:
         layer.enable_adapters(False)

@@ -9,11 +9,11 @@ from torch.nn.functional import linear
 
 
 class LeanLoraLinear(Linear):
-    """peft's layer, whose forward pass adds s B A x to W x in place (Hu et al. 2021, equation 3).
+    """peft's layer with a forward pass that adds s B A x to W x in place (Hu et al. 2021, equation 3).
 
-    peft makes three tensors as large as the output and throws them away: B A x, s B A x, and W x. Between the tensors that
-    the backward pass needs, they leave gaps in main memory, which took half as much memory again as the activations
-    themselves (docs/log.md, 2026-11-28).
+    peft makes three temporary tensors as large as the output: B A x, s B A x, and W x. They leave gaps in main memory
+    between the tensors that the backward pass needs. These gaps took half as much memory as the activations themselves
+    (docs/log.md, 2026-11-28).
     """
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
@@ -33,13 +33,17 @@ class LeanLoraLinear(Linear):
         has_equal_dtypes = x.dtype == self.base_layer.weight.dtype == lora_a.dtype == lora_b.dtype
         if not has_equal_dtypes or self._computes_more_than_lora(name):
             return super().forward(x)
-        # The rows first, because autograd copies gradients of tensors that are changed in place through a view
+        # Flatten the input before `addmm_` changes the output in place. If the output were changed through a view,
+        # autograd would copy its gradient
         rows = x.flatten(0, -2)
         output = self.base_layer(rows)
         output.addmm_(linear(rows, lora_a), lora_b.T, alpha=self.scaling[name])
         return output.unflatten(0, x.shape[:-1])
 
     def _computes_more_than_lora(self, name: str) -> bool:
-        """Return whether an adapter has dropout, a bias, or another formula (DoRA), which peft's own forward computes."""
+        """Return whether an adapter has dropout, a bias, or another formula (DoRA).
+
+        Only peft's own forward computes these.
+        """
         has_dropout = not isinstance(self.lora_dropout[name], nn.Identity)
         return has_dropout or self.lora_bias[name] or name in self.lora_variant

@@ -2,7 +2,7 @@
 
 No code of a folder is run, and nothing is unpickled. Without these checks, transformers would ask on the terminal
 whether to run code that a configuration names (`auto_map`), would load the base model that an adapter names, and would
-read weights from pickles. Many models still name code of their own although transformers now has a class for them. For
+read weights from pickles. Many models still name their own code although transformers now has a class for them. For
 these models, transformers' class is used, and their code is ignored.
 """
 
@@ -50,8 +50,8 @@ NEEDED_FILES = (
 )
 MAX_CONFIG_BYTES = 16 << 20
 MAX_INDEX_BYTES = 64 << 20
-# Largest accepted numbers in a config.json. No real model exceeds them, and with a huge number transformers would build
-# layers until the memory is full
+# Maximum accepted values of numbers in a config.json. No real model exceeds them. With a huge number, transformers
+# would build layers until the memory is full
 LARGEST = {
     "num_hidden_layers": 2_000,
     "hidden_size": 1 << 18,
@@ -64,15 +64,16 @@ LARGEST = {
     "num_local_experts": 1 << 14,
     "n_routed_experts": 1 << 14,
 }
-# Numbers of which none can be 0. A model has no experts if their number is 0
+# Numbers that must not be 0. Other numbers may be, such as that of experts in a model without experts
 NOT_ZERO = ("num_hidden_layers", "hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim")
-MODEL_DTYPES = ("float64", "double", "float32", "float", "bfloat16", "float16", "half")  # as torch names them
-WEIGHT_DTYPES = ("F64", "F32", "F16", "BF16")  # names in the headers of safetensors files
-# Ends of the names of masks and positions, which older versions of transformers stored among the weights. Their dtype
-# is not checked
+# Names of dtypes, as torch writes them
+MODEL_DTYPES = ("float64", "double", "float32", "float", "bfloat16", "float16", "half")
+WEIGHT_DTYPES = ("F64", "F32", "F16", "BF16")  # names of dtypes in the headers of safetensors files
+# Ends of the names of masks and positions, which older versions of transformers stored among the weights. They may have
+# any dtype
 BUFFER_NAMES = ("attn.bias", "attention.bias", "masked_bias", "inv_freq", "position_ids")
 UNQUANTISED = "train the unquantised model, from which this one was made"
-MOST_PARAMETERS_PER_BYTE = 8  # plausible maximum for the weights' files: at least one bit per parameter
+MOST_PARAMETERS_PER_BYTE = 8  # plausible maximum for the files of weights: at least one bit per parameter
 FETCH = "fetch the whole model (hf download NAME --local-dir FOLDER)"
 CONVERT = (
     "where you trust the folder, convert them: "
@@ -137,7 +138,7 @@ def _tables(content: dict[str, Any]) -> Iterator[dict[str, Any]]:
 
 
 def _refuse_code(path: Path, content: dict[str, Any]) -> None:
-    """Raise ConfigurationError if a configuration needs code of its own, or names another model."""
+    """Raise ConfigurationError if a configuration needs code from the folder or the hub, or names another model."""
     for table in _tables(content):
         if table.get("auto_map") and not _is_known(path, table):
             raise ConfigurationError(
@@ -164,7 +165,7 @@ def _kind_of(path: Path, table: dict[str, Any]) -> str:
 
 def _is_known(path: Path, table: dict[str, Any]) -> bool:
     """Return whether transformers itself has a class for the model or tokenizer that a configuration names."""
-    # Imported here, because the import is slow and only needed for a folder that names code
+    # Import this here, because it is slow, and needed only for a folder that names code
     from transformers import CONFIG_MAPPING, PreTrainedTokenizerBase
     from transformers.models.auto.tokenization_auto import tokenizer_class_from_name
 
@@ -206,7 +207,8 @@ def _refuse_unknown_dtypes(path: Path, content: dict[str, Any]) -> None:
     for table in _tables(content):
         for key in ("dtype", "torch_dtype"):
             value = table.get(key)
-            if value is None or isinstance(value, dict):  # an object names a dtype for each part of the model
+            # An object names a dtype for each part of the model, which are checked separately
+            if value is None or isinstance(value, dict):
                 continue
             if value not in MODEL_DTYPES:
                 raise ConfigurationError(

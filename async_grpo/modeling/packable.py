@@ -1,6 +1,7 @@
 """Check a model's configuration and modules for properties that the packed forward does not support.
 
-`forward_check` finds all other problems: it computes a few tokens with the loaded model.
+Properties that these rules do not know are detected by `forward_check`, which computes a few tokens with the loaded
+model.
 """
 
 import re
@@ -24,16 +25,16 @@ SCALED_HEAD = (
     "logits_scaling",
     "lm_head_multiplier",
 )
-# Names of configuration values that make a training forward random. The dropouts of heads for other tasks do not count,
+# Names of configuration values that make a training forward random. Dropouts of heads for other tasks are allowed,
 # because a causal language model does not have these heads
 RANDOMNESS = re.compile(r"drop|jitter|stochastic|noise")
 OTHER_HEADS = re.compile(r"classif|summary|seq_pair")
 # Types of rotary positions that transformers knows. `su` is the older name of longrope
 ROPE_TYPES = ("default", *ROPE_INIT_FUNCTIONS, "su")
 ROPE_NUMBERS = ("rope_theta", "factor")
-# Values of `model_type` of models that read images as several tiles
+# Values of `model_type` of models that cut an image into several tiles
 TILED_IMAGE_MODELS = ("idefics3", "smolvlm")
-WINDOWED_LAYER = "sliding_attention"  # name among `layer_types` of a layer with a sliding window
+WINDOWED_LAYER = "sliding_attention"  # value in `layer_types` for a layer with a sliding window
 
 
 def check_packable(model: PreTrainedModel) -> None:
@@ -71,7 +72,7 @@ def check_packable_configuration(config: PreTrainedConfig) -> None:
             f"a family in docs/models.md, or a model that reads images of the types {', '.join(IMAGE_MODEL_TYPES)}"
         )
     model_class = mapping[type(config)]
-    # For a few configurations, transformers chooses among several classes
+    # For a few configurations, transformers has several classes to choose from
     if not isinstance(model_class, tuple):
         _check_class(model_class)
     _check_values(config.get_text_config())
@@ -120,7 +121,8 @@ def _check_layers(config: PreTrainedConfig) -> None:
     if layers == {"full_attention"}:
         return
     way_out = "use a model with full attention"
-    # If each type of layer has its own kind of positions, changing the type of a layer would also change its positions
+    # If the types of layers have different kinds of positions, the way out "change the type of a layer" would also
+    # change its positions
     rope_parameters = getattr(config, "rope_parameters", None) or {}
     has_rope_by_layer = any(isinstance(value, Mapping) for value in rope_parameters.values())
     if type(window) is int and layers <= {"full_attention", WINDOWED_LAYER} and not has_rope_by_layer:

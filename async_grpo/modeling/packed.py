@@ -1,8 +1,8 @@
-"""Packed attention: the sequences are end to end, without padding, and do not attend to each other.
+"""Packed attention: sequences follow each other without padding, and do not attend to each other.
 
-It is registered as an attention implementation of transformers. transformers builds no mask for it. Instead, the model
-is called with a `Packing` as keyword argument, which tells where each sequence begins. The cost grows with the sum of
-the squared lengths of the sequences.
+It is registered as an attention implementation of transformers. transformers builds no mask for it. Instead, the caller
+of the model passes a `Packing`, which says where each sequence begins. The cost grows with the sum of the squared
+lengths of the sequences.
 """
 
 import inspect
@@ -26,8 +26,8 @@ except ImportError:  # flash-attn is optional; without it, torch's own kernel is
     flash_attn_varlen_func = None
 
 PACKED_ATTENTION = "async_grpo_packed"
-# Arguments of an attention call that do not change its result, or that packed attention handles. All other arguments
-# are refused, because they may change the result: a window, a cap, sinks, indices of a sparse attention, and so on
+# Arguments of an attention call that do not change its result, or that packed attention supports. All others are
+# refused, because they may change the result: a window, a cap, sinks, indices of a sparse attention, and so on
 HARMLESS_ARGUMENTS = frozenset(
     {
         "cache_position",
@@ -44,19 +44,19 @@ HARMLESS_ARGUMENTS = frozenset(
         "use_cache",
     }
 )
-# Hidden states of equal beginnings are computed once only if the number of distinct states is below this share of the
-# number of inputs
+# Hidden states of equal beginnings are computed only once if the number of distinct states is below this fraction of
+# the number of inputs
 MOST_ROWS = 0.9
 
 
 class Packing:
     """The layout of packed sequences, in which equal beginnings are computed only once.
 
-    F of the N tokens are inputs of the model: all except the last token of each sequence, which predicts nothing. (The
-    only token of a sequence of length 1 is also an input.) In a causal model, the hidden state of a token depends only
-    on this token and the tokens before it. So two tokens have equal states if they and all tokens before them are
-    equal. Only the M distinct states are computed; they are called rows. For example, the members of a group share the
-    rows of their prompt. Attention is computed over all F inputs.
+    F of the N tokens are inputs of the model: all except the last token of each sequence, which predicts nothing. (A
+    sequence of one token has this token as input.) In a causal model, the hidden state of a token depends only on this
+    token and the tokens before it. So two tokens have equal states if they and all tokens before them are equal. Only
+    the M distinct states are computed; they are called rows. For example, the members of a group share the rows of
+    their prompt. Attention is computed over all F inputs.
 
     Args:
         input_ids: The N tokens.
@@ -70,7 +70,7 @@ class Packing:
         offsets = np.arange(boundaries[-1]) - np.repeat(boundaries[:-1], lengths)
         inputs = np.repeat(bounds[:-1], lengths) + offsets
         rows = rows_of_beginnings(input_ids.cpu().numpy()[inputs], boundaries)
-        # With few equal beginnings, gathering the states in every layer costs more than it saves
+        # If few beginnings are equal, gathering the states in every layer costs more than it saves
         self.shares = bool(rows.max() < MOST_ROWS * len(rows))
         if not self.shares:
             rows = np.arange(len(rows))
@@ -95,10 +95,10 @@ class Packing:
     def buckets(self) -> list[Int64[Tensor, "_sequences _width"]]:
         """Return buckets of sequences of similar length, for attention without a GPU kernel: one call for each bucket.
 
-        A bucket holds the rows of its sequences' tokens, one line for each sequence, padded to the width of the bucket.
-        To get few calls and little padding, lengths are rounded up to a multiple of 1/8 of the next power of two, or of
-        16 for short sequences. The padding repeats the last token. No real token attends to the padding, because
-        attention is causal.
+        A bucket is a table with one line for each of its sequences: the rows of the sequence's tokens, padded to the
+        width of the bucket. To get few calls and little padding, lengths are rounded up to a multiple of 1/8 of the
+        next power of two, or of 16 for short sequences. The padding repeats the last token. No real token attends to
+        the padding, because attention is causal.
         """
         eighth = (2 ** (self.lengths.log2().ceil() - 3)).clamp(min=16).int()
         widths = (self.lengths + eighth - 1) // eighth * eighth
@@ -112,7 +112,7 @@ class Packing:
 
     @cached_property
     def places(self) -> Int64[Tensor, " rows"]:
-        """Return the index at which each row first occurs in the concatenated outputs of all buckets."""
+        """Return for each row the index at which it first occurs in the concatenated outputs of all buckets."""
         rows = torch.cat([index.flatten() for index in self.buckets])
         places = torch.arange(len(rows), device=rows.device)
         return torch.empty_like(self.firsts).scatter_reduce(0, rows, places, "amin", include_self=False)
@@ -132,8 +132,8 @@ def rows_of_beginnings(
     rows = np.split(np.empty(len(input_ids), np.int64), cu_seqlens[1:-1])
     previous = rows_of_previous = input_ids[:0]
     num_rows = 0
-    # In lexicographic order, a sequence shares its longest beginning with its direct predecessor, so it is enough to
-    # compare these two
+    # In lexicographic order, the longest beginning that a sequence shares with any earlier one is that with the
+    # sequence directly before it. So comparing neighbors suffices
     for i in sorted(range(len(sequences)), key=lambda i: sequences[i].tobytes()):
         sequence = sequences[i]
         shortest = min(len(previous), len(sequence))
@@ -270,9 +270,9 @@ def compile_around_attention(layers: Sequence[nn.Module]) -> None:
 
     Layers of the same kind share the compiled code, which is valid for any number of tokens.
     """
-    # The layout of the sequences differs in every batch. If packed attention were compiled, every batch would be
-    # compiled again
+    # Do not compile packed attention: the layout of the sequences differs in every batch, so it would be compiled again
+    # in every batch
     ALL_ATTENTION_FUNCTIONS.register(PACKED_ATTENTION, torch.compiler.disable(packed_attention))
     for layer in layers:
-        # Compile layer.forward, because layer.compile() would also trace the hooks of FSDP
+        # Do not use layer.compile(), because it would also compile the hooks of FSDP
         layer.forward = torch.compile(layer.forward, dynamic=True)

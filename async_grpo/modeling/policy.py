@@ -22,12 +22,12 @@ from async_grpo.modeling.token_masks import TokenMasks
 from async_grpo.modeling.top_logprobs import chunked_logprobs_of, chunked_top_logprobs
 from async_grpo.types import ImageReference
 
-# Number of tokens whose logits are in memory at once: with a vocabulary of 152,000 in float32, 0.6 GB
+# Number of tokens whose logits are in memory at once. They take 0.6 GB with a vocabulary of 152,000 in float32
 DEFAULT_CHUNK_TOKENS = 1024
 
 
 class ValueHead(nn.Linear):
-    """The critic: maps hidden states to values. Its weights are initially zero.
+    """A critic that is part of the policy: maps hidden states to values. Its weights are initially zero.
 
     The values are float32, or float64 for float64 input. In bfloat16, values near 1 would be rounded to multiples of
     0.008.
@@ -46,9 +46,9 @@ class ValueHead(nn.Linear):
 
 
 class PolicyModel(nn.Module):
-    """The policy's transformer body and its heads, computed in one forward.
+    """The policy's transformer body and its heads, computed in one forward pass.
 
-    The heads are applied inside this forward, because FSDP gathers their weights only while it runs.
+    The heads are applied inside this forward pass, because FSDP gathers their weights only while it runs.
 
     Args:
         model: A causal LM. Its attention is replaced by packed attention.
@@ -72,12 +72,12 @@ class PolicyModel(nn.Module):
         check_packable(model)
         self.model = model
         self.reads_images = reads_images(model.config)
-        # The image processor of the model's folder, which `image_inputs` needs; None for a model of texts
+        # Reads images with the processor of the model's folder, for `image_inputs`; None if the model reads no images
         self.image_reader: ImageReader | None = None
         self._set_attention(PACKED_ATTENTION)
         for config in (model.config, model.config.get_text_config()):
-            # Outputs are read by name, which needs return_dict. It is set in the configs, because not every model
-            # passes an argument return_dict on to its body
+            # Outputs are read by name, for which return_dict must be True. Set it in the configs, because not every
+            # model passes the argument return_dict on to its body
             config.return_dict = True
         self.chunk_tokens = chunk_tokens
         self.value_head: ValueHead | None = None
@@ -114,8 +114,8 @@ class PolicyModel(nn.Module):
             num_top: Number k of the most probable tokens, whose ids and log-probs (packed, 2, k) are the last result.
 
         Returns:
-            (log-probs, entropies), with a value head also the values, and with a truncation also, as the last result, 1 at
-            the tokens that the truncation alone would not keep; 0 where the mask is False.
+            (log-probs, entropies). With a value head, the values follow. With a truncation, the last result is 1 at the
+            tokens that the truncation alone would have excluded. All results are 0 where the mask is False.
             Entry i describes token i given the tokens before it in its own sequence, so the first token of a sequence
             has 0. The value of a token is the critic's value of the state from which the token is predicted. With an
             empty mask the results still depend on the weights, because a rank that has nothing to train on must run the
@@ -144,7 +144,7 @@ class PolicyModel(nn.Module):
     def _hidden_states(
         self, token_ids: Int64[Tensor, " states"], packing: Packing, images: ImageInputs | None
     ) -> Float[Tensor, "states hidden"]:
-        """Return the last hidden state of each distinct state of packed sequences."""
+        """Return the last hidden state of each row (distinct state) of packed sequences."""
         if self.reads_images:
             return hidden_states(self.model, token_ids, packing, images)
         inputs = {"input_ids": token_ids[None], "position_ids": packing.position_ids[None]}
@@ -158,7 +158,7 @@ class PolicyModel(nn.Module):
         further_ids: Int64[Tensor, "packed k"] | None,
         num_top: int,
     ) -> list[Float[Tensor, "positions ..."]]:
-        """Return the log-probs of further tokens, and ids and log-probs of the most probable ones; see `forward`."""
+        """Return the results that `forward` adds for `further_ids` and `num_top`."""
         head = self.model.get_output_embeddings()
         head_inputs = (states, head.weight, head.bias, temperature, self.chunk_tokens)
         results = []
@@ -187,8 +187,8 @@ class PolicyModel(nn.Module):
         Returns:
             The positions of the selected tokens, without the first tokens of sequences, and the hidden state before each.
         """
-        # Equal beginnings of sequences are computed once. The rows of `hidden` are the distinct states: packing.tokens
-        # selects their inputs, and packing.rows_of_tokens has the row of each token
+        # Equal beginnings of sequences are computed only once. `hidden` has one row for each distinct state:
+        # packing.tokens has the token of each row, and packing.rows_of_tokens the row of each token
         packing = Packing(input_ids if images is None else images.keys(input_ids), cu_seqlens)
         hidden = self._hidden_states(input_ids[packing.tokens], packing, images)
         first_tokens = cu_seqlens[:-1].to(loss_mask.device, torch.int64)
@@ -202,7 +202,7 @@ class PolicyModel(nn.Module):
 
     @property
     def vocab_size(self) -> int:
-        """Return the number of rows of the head, which the engines' vocabulary has as well."""
+        """Return the number of rows of the head, which is also the size of the engines' vocabulary."""
         return int(self.model.get_output_embeddings().weight.shape[0])
 
     def image_inputs(
@@ -266,7 +266,8 @@ def stored_weights(policy: PolicyModel) -> Iterator[tuple[str, Tensor]]:
     Tied weights are yielded once. The tensors are not copies. If the policy is sharded, they are its shards (DTensors).
     """
     yielded_ids: set[int] = set()
-    # A forward may leave weights gathered. Hooks of state_dict shard them again. named_parameters has no such hooks
+    # A forward pass may leave weights gathered. state_dict() runs hooks that shard them again, named_parameters() does
+    # not
     for name, tensor in policy.model.state_dict(keep_vars=True).items():
         if id(tensor) not in yielded_ids:
             yielded_ids.add(id(tensor))
@@ -296,7 +297,7 @@ def named_weights(policy: PolicyModel) -> Iterator[tuple[str, Weight]]:
 def named_weights_and_adapters(policy: PolicyModel) -> Iterator[tuple[str, Tensor]]:
     """Yield (Hugging Face name, weight) of the frozen weights, and then (name in peft's file, tensor) of the adapters.
 
-    They are sent to engines that keep adapters apart from the weights, and add them in their layers.
+    They are sent to engines that apply the adapter in their layers, and do not add it to the weights.
     """
     for name, weight in named_weights(policy):
         yield name, stored_tensor(weight)

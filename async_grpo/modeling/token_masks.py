@@ -9,8 +9,8 @@ from torch import Tensor
 
 from async_grpo.allowed_tokens import ALL_TOKENS, AllowedTokens, unpacked_masks
 
-# Logit of a token that is not allowed. Its probability is exactly 0, and products of it with other finite numbers are
-# finite, so that 0 times such a product is 0. With minus infinity, the entropy and its gradient would be NaN
+# Logit of a token that is not allowed. Its probability is exactly 0. The number is finite, so that 0 times this logit
+# is 0. With minus infinity, the entropy and its gradient would be NaN
 FORBIDDEN_LOGIT = -1e30
 
 
@@ -19,7 +19,7 @@ class TokenMasks:
     """The masks of several tokens.
 
     Attributes:
-        indices: Row of `bits` of each token; ALL_TOKENS if all tokens are allowed.
+        indices: For each token, the row of `bits` with its mask; ALL_TOKENS if all tokens are allowed.
         bits: Distinct masks, one bit per token id, with the lowest bit of a byte first.
     """
 
@@ -31,7 +31,7 @@ class TokenMasks:
         """Return the masks as tensors.
 
         Raises:
-            ValueError: The masks have another vocabulary.
+            ValueError: The masks are for a vocabulary of another size.
         """
         bits = unpacked_masks(allowed.masks, vocab_size)
         return cls(
@@ -53,7 +53,7 @@ def forbid(
 
     Args:
         logits: The logits of each token.
-        indices: Row of `bits` of each token; ALL_TOKENS if all tokens are allowed.
+        indices: For each token, the row of `bits` with its mask; ALL_TOKENS if all tokens are allowed.
         bits: Distinct masks.
     """
     used, rows = indices.unique(return_inverse=True)

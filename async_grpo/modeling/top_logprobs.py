@@ -1,6 +1,7 @@
 """Log-probs of several tokens at each position: those that a teacher finds most probable, or the model's own.
 
-As in `logprobs`, the logits of one chunk of tokens are in memory at a time, in the forward and again in the backward.
+As in `logprobs`, only the logits of one chunk of tokens are in memory at a time, in the forward and in the backward
+pass.
 """
 
 from typing import Any
@@ -90,9 +91,9 @@ class _ChunkedTokens(torch.autograd.Function):
     def backward(ctx: Any, grad_logprobs: Float[Tensor, "tokens k"]) -> tuple[Tensor | None, ...]:
         token_ids, hidden, weight, bias = ctx.saved_tensors
         grad_hidden = torch.empty_like(hidden)
-        # With LoRA the head is frozen. Its gradient would be as large as the head in float32
+        # With LoRA the head is frozen and needs no gradient, which would be as large as the head in float32
         _, _, needs_grad_weight, needs_grad_bias, *_ = ctx.needs_input_grad
-        # The sum over chunks is float32. A bfloat16 sum would be rounded again with each chunk
+        # Sum over chunks in float32. A bfloat16 sum would be rounded with each chunk
         grad_weight = torch.zeros_like(weight, dtype=grad_logprobs.dtype) if needs_grad_weight else None
         grad_bias = torch.zeros_like(bias, dtype=grad_logprobs.dtype) if needs_grad_bias else None
         for rows in chunks(len(hidden), ctx.chunk_tokens):

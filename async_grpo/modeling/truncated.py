@@ -1,11 +1,12 @@
 """Find the tokens among which a truncated sampler (top-p, top-k, min-p) draws, from the logits of all tokens.
 
-Each rule keeps the tokens whose logits are at least a certain number. So the support of a token is described by a single
-number, its lowest logit.
+Each rule keeps the tokens whose logits are at least a certain number. So one number describes the kept tokens of a
+position: their lowest logit.
 
-vLLM does not report which tokens it kept. The trainer applies the same rules to its own logits. In float32 the supports are
-equal, except where the probabilities add up to top-p within rounding errors. A sampled token always counts as kept: where
-trainer and engine differ, by rounding or because the policy has been trained since, it has a probability nevertheless.
+vLLM does not report which tokens it kept. The trainer applies the same rules to its own logits. In float32 both keep
+the same tokens, except where the probabilities add up to top-p within rounding errors. A sampled token always counts as
+kept. It might otherwise have probability 0 for the trainer, because of rounding, or because the policy was trained
+since.
 """
 
 import math
@@ -17,18 +18,19 @@ from torch import Tensor
 from async_grpo.messages import Truncation
 from async_grpo.modeling.token_masks import FORBIDDEN_LOGIT
 
-# Number of most probable tokens among which top-p is tried first. A whole vocabulary is sorted only for tokens that need
-# more of them
+# Number of most probable tokens among which top-p is tried first. The whole vocabulary is sorted only for positions
+# that need more tokens
 MOST_PROBABLE = 1024
-# Number of tokens whose whole vocabularies are sorted at once. With a vocabulary of 152,000, one takes about 6 MB
+# Number of positions for which the whole vocabulary is sorted at once. One position takes about 6 MB with a vocabulary
+# of 152,000
 ROWS_SORTED_AT_ONCE = 32
 
 
 def lowest_logits(logits: Float[Tensor, "tokens vocab"], truncation: Truncation) -> Float[Tensor, " tokens"]:
     """Return the lowest logit that the truncation keeps, for each row.
 
-    Several tokens with exactly this logit are all kept, as vLLM does for top-k and min-p. Its top-p may keep only some of
-    them.
+    If several tokens have exactly this logit, all are kept. vLLM does so for top-k and min-p, but its top-p may keep
+    only some.
 
     Args:
         logits: The logits, divided by the temperature, with FORBIDDEN_LOGIT at tokens that a grammar forbids.
@@ -90,14 +92,15 @@ def _lowest_in_sorted(
     normalisers: Float[Tensor, " tokens"],
     top_p: float,
 ) -> tuple[Float[Tensor, " tokens"], Float64[Tensor, " tokens"]]:
-    """Return the lowest logit that top-p keeps among sorted logits, and the sum of all their probabilities.
+    """Return the lowest logit that top-p keeps among sorted logits, and the sum of the probabilities of these logits.
 
-    A token is kept if the tokens before it have a sum below top-p. So the first token is always kept.
+    A token is kept if the probabilities of the tokens before it add up to less than top-p. So the first token is always
+    kept.
     """
     probs = (descending.double() - normalisers[:, None]).exp()
     probs = probs.masked_fill(descending < lowest[:, None], 0)
     sums = probs.cumsum(dim=1)
     is_kept = (sums - probs < top_p) & (descending >= lowest[:, None])
-    # At least one, also if the logits are NaN
+    # Keep at least one token, even if all logits are NaN
     num_kept = is_kept.sum(dim=1).clamp(min=1)
     return descending.gather(1, num_kept[:, None] - 1)[:, 0], sums[:, -1]

@@ -32,7 +32,8 @@ def refuse_wrong_model(path: str | Path, *, trains: bool) -> None:
             packed forward of the trainer.
 
     Raises:
-        ConfigurationError: The folder holds no complete model, or the trainer would not compute it as the engines do.
+        ConfigurationError: The folder contains no complete model, or trainer and engines would compute different
+            results.
     """
     config = load_config(path)
     folder = model_folder(path)
@@ -66,9 +67,10 @@ def _refuse_other_vocabulary(folder: Path, config: PreTrainedConfig) -> None:
 
 
 def _refuse_other_task(folder: Path, config: PreTrainedConfig) -> None:
-    """Raise ConfigurationError if the model's class, by which the engines choose, is not one that generates text.
+    """Raise ConfigurationError if the class named in the configuration is not one that generates text.
 
-    transformers ignores the class, and takes the causal language model of the `model_type`.
+    Engines choose the model by this class. transformers ignores it, and uses the causal language model of the
+    `model_type`.
     """
     names = getattr(config, "architectures", None) or []
     if not any(str(name).endswith(CLASSES_OF_GENERATORS) for name in names):

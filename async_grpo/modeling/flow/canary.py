@@ -1,4 +1,7 @@
-"""The canary of a policy that draws: fixed steps of fixed pictures, whose log-probs show which weights computed them."""
+"""The canary of a policy that draws: fixed denoising steps of fixed pictures.
+
+Trainer and engine compare their log-probs.
+"""
 
 import numpy as np
 import torch
@@ -8,7 +11,8 @@ from torch import Tensor
 from async_grpo.modeling.flow.policy import AFTER, BEFORE, FlowPolicy
 
 MAX_CANARY_LABELS = 4
-# All steps use the same weights, so more of them would show no more, but take memory and time at each sync
+# Maximum number of steps. All steps use the same weights, so more steps would reveal nothing more, but take memory and
+# time at each sync
 MAX_CANARY_STEPS = 8
 
 
@@ -23,7 +27,9 @@ def canary_texts(num_labels: int, num_steps: int) -> list[np.ndarray]:
 def flow_canary_logprobs(
     policy: FlowPolicy, *texts: Int[np.ndarray, " _tokens"]
 ) -> Float32[np.ndarray, " packed"]:
-    """Return the log-probs of the steps of the canary texts, end to end. The label of each text has 0.
+    """Return the log-probs of the steps of the canary texts, one text after the other.
+
+    The first entry of each text, its label, is 0.
 
     The trainer and an engine compute these log-probs with the same weights, so a difference shows weights that were not
     transferred correctly. A collective if the policy is sharded.
@@ -46,8 +52,8 @@ def _fixed_latents(
 ) -> Float32[Tensor, "_tokens 2 channels height width"]:
     """Return fixed states before and after the steps of a text, the same in every process.
 
-    The states after the steps are drawn as a policy with a fixed, random velocity would draw them. So the log-probs of the
-    trained policy are numbers of a moderate size, whatever the length of a step.
+    They are drawn like those of a policy whose velocity is fixed and random. So the log-probs under the trained policy
+    have a moderate size, whatever the length of a step is.
     """
     random = _random_of(text)
     shape = (len(text), *policy.latent_shape)

@@ -38,10 +38,10 @@ from async_grpo.options.fields import refuse
 from async_grpo.processes.untrusted_files import read_json
 
 SCHEDULER_FILE = "scheduler_config.json"
-NUM_BYTES = 256  # a prompt in words is a list of bytes
+NUM_BYTES = 256  # number of values of a byte; a text prompt is a list of bytes
 MAX_SCHEDULER_TIMES = 1_000_000
 MAX_LATENT_SIZE = 1024  # height and width of the states that are denoised
-ROUNDING = 1e-6  # by which a time of 1 may be larger
+ROUNDING = 1e-6  # the first time of a schedule may exceed 1 by this much
 INSTALL = "diffusers is not installed: pip install 'async-grpo[draw]'"
 # Errors that diffusers and torch raise for files with arbitrary contents
 UNUSABLE = (
@@ -60,7 +60,7 @@ UNUSABLE = (
 
 @dataclass(frozen=True)
 class FlowFolder:
-    """The description of a flow-matching model in a folder, without its weights."""
+    """A flow-matching model in a folder: its configuration, without its weights."""
 
     path: Path
     family: FlowFamily
@@ -72,12 +72,12 @@ class FlowFolder:
     vae_config: Mapping[str, Any]  # vae/config.json; {} without a VAE
     part_classes: Mapping[
         str, str
-    ]  # part of the pipeline -> its class, without the transformer and the scheduler
+    ]  # part of the pipeline -> its class; the transformer and the scheduler are left out
     picture_size: int = 0  # height and width in pixels; 0 means the model's own
 
     @property
     def num_labels(self) -> int:
-        """Return the number of labels, or of the values of a byte if the model reads texts."""
+        """Return the number of labels. If the model reads texts, return 256, the number of values of a byte."""
         return NUM_BYTES if self.family.reads_text else int(self.model_config["num_embeds_ada_norm"])
 
     @property
@@ -121,7 +121,10 @@ class FlowFolder:
 
     @property
     def fingerprint(self) -> str:
-        """Return the sha256 (hex) of everything but the weights. A model and its exports have the same fingerprint."""
+        """Return the sha256 (hex) of everything in the folder's description except the weights.
+
+        A model and its exports have the same fingerprint.
+        """
         description = {
             "labels": dict(self.labels),
             "model": _without_versions(self.model_config),
@@ -184,8 +187,8 @@ class FlowFolder:
 
         Args:
             model: The transformer.
-            encoder_dtype: Dtype of the text encoders. Trainer and engine agree whatever it is, because the engine computes
-                the embeddings for both.
+            encoder_dtype: Dtype of the text encoders. It need not be the trainer's, because only the engine computes
+                embeddings, for the trainer as well.
 
         Raises:
             ConfigurationError: A part is missing or cannot be loaded.
@@ -279,7 +282,10 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _check_configs(folder: FlowFolder) -> None:
-    """Refuse configurations whose model does not predict one velocity per number of the state, or need too much memory."""
+    """Refuse configurations whose model cannot be trained.
+
+    The model must predict one velocity for each number of a state, and must not need too much memory.
+    """
     folder.family.check(folder.model_config, folder.path / TRANSFORMER / "config.json")
     try:
         shape = folder.latent_shape
@@ -317,8 +323,8 @@ def _refuse_other_weights(folder: Path, empty_model: Any) -> None:
             shapes.get(name) != expected,
             f"{folder}: {name} has the shape {shapes.get(name)} in the files, but {expected} by config.json",
         )
-    # A buffer may be in the files, too. Any other weight would be ignored, such as the last block of a model whose
-    # configuration has a block less
+    # The files may also contain buffers. Refuse all other surplus weights, because they would be ignored: for example,
+    # the last block of a model whose configuration has a block too few
     buffers = dict(empty_model.named_buffers())
     surplus = sorted(set(shapes) - parameters.keys() - buffers.keys())
     refuse(
@@ -337,5 +343,5 @@ def _diffusers() -> Any:
 
 
 def _without_versions(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a configuration without the keys in which diffusers notes its class and version, and the folder."""
+    """Return a configuration without the keys in which diffusers stores its class, its version and the folder."""
     return {key: value for key, value in config.items() if not key.startswith("_")}

@@ -12,9 +12,9 @@ TRANSFORMER = "transformer"
 SCHEDULER = "scheduler"
 VAE = "vae"
 SCHEDULER_CLASS = "FlowMatchEulerDiscreteScheduler"
-LIBRARIES = ("diffusers", "transformers")  # whose classes a pipeline may consist of
+LIBRARIES = ("diffusers", "transformers")  # packages whose classes a pipeline may contain
 MAX_LABELS = 100_000
-MAX_LABEL_DIGITS = 6  # digits of the number of a label
+MAX_LABEL_DIGITS = 6  # maximum number of digits in the number of a label
 
 
 def part_classes_of(index: Mapping[str, Any], family: FlowFamily, file: Path) -> dict[str, str]:
@@ -31,7 +31,7 @@ def part_classes_of(index: Mapping[str, Any], family: FlowFamily, file: Path) ->
     classes: dict[str, str] = {}
     for part, value in index.items():
         is_part = isinstance(value, list) or part in (TRANSFORMER, SCHEDULER, VAE)
-        # Other values are settings of the pipeline, such as the names of labels
+        # Other entries are not parts but settings of the pipeline, such as the names of labels
         if not is_part or value in (None, [], [None, None]):
             continue
         names = known_classes.get(part, ())
@@ -52,11 +52,11 @@ def part_classes_of(index: Mapping[str, Any], family: FlowFamily, file: Path) ->
 
 
 def labels_of(index: Mapping[str, Any], file: Path) -> dict[str, int]:
-    """Return the number of each label. A folder that names none has the labels "0", "1" and so on, without a mapping.
+    """Return the number of each label by its name. If the folder names no labels, they are "0", "1" and so on.
 
     Raises:
-        ConfigurationError: The names are no mapping, or a name or number occurs twice, so that a prompt could draw another
-            label than it names.
+        ConfigurationError: The names are no mapping, or a name or number occurs twice, so that a prompt could draw
+            another label than it names.
     """
     names = index.get("id2label")
     if names is None:

@@ -1,4 +1,4 @@
-"""The policy that draws: a flow-matching model that maps denoising steps to the log-probs of these steps."""
+"""The policy that draws: a flow-matching model that computes the log-probs of denoising steps."""
 
 import copy
 from collections.abc import Sequence
@@ -23,8 +23,8 @@ from async_grpo.modeling.flow.prompt_inputs import Condition, PromptInputs
 from async_grpo.modeling.flow.schedule import FlowSchedule
 from async_grpo.modeling.lora import lora_switched_off
 
-BEFORE = 0  # index, on the second axis of latents, of the state before a denoising step
-AFTER = 1  # index of the state after it
+BEFORE = 0  # index of the state before a denoising step, on the second axis of `latents`
+AFTER = 1  # index of the state after the step, on the same axis
 
 
 class FlowPolicy(nn.Module):
@@ -45,10 +45,10 @@ class FlowPolicy(nn.Module):
         keeps_reference: Whether to keep a frozen copy of the model as the reference of a KL penalty.
     """
 
-    # Whether the reference is the model without its LoRA adapter. It then needs no copy
+    # Whether the reference is the model without its LoRA adapter. If so, no copy of the model is needed
     reference_is_base = False
 
-    value_head = None  # there is no critic; `PolicyModel` has this attribute, too
+    value_head = None  # always None, because there is no critic; `PolicyModel` has the same attribute
 
     def __init__(
         self,
@@ -99,9 +99,10 @@ class FlowPolicy(nn.Module):
         )
 
     def train(self, mode: bool = True) -> Self:
-        """Set the mode, but leave the models in evaluation mode.
+        """Set the mode of this module, but leave the models in evaluation mode.
 
-        In training mode, the model would drop labels at random, so the trainer's log-probs would not be the engine's.
+        In training mode, the models would drop labels at random, and the trainer's log-probs would differ from the
+        engine's.
         """
         super().train(mode)
         self.model.eval()
@@ -147,7 +148,7 @@ class FlowPolicy(nn.Module):
         steps = input_ids[positions]
         results = self.step_results(prompts, steps, latents[positions])
         if not num_trained:
-            # The sum must not change, but the graph must reach the weights
+            # Add 0 times the results: the values stay 0, but the autograd graph reaches the weights
             return tuple(0.0 * result.sum() + result.new_zeros(len(input_ids)) for result in results)
         return tuple(result.new_zeros(len(input_ids)).index_copy(0, positions, result) for result in results)
 
@@ -163,7 +164,7 @@ class FlowPolicy(nn.Module):
         sequence_numbers = torch.searchsorted(boundaries, positions, right=True) - 1
         labels = input_ids[boundaries[sequence_numbers]]
         if self.family.reads_text and not conditions:
-            # A micro-batch without samples, which every rank must be able to compute
+            # In a micro-batch without samples, which every rank must be able to compute, use a random condition
             conditions = [self.random_condition(np.random.default_rng(0))] * (len(boundaries) - 1)
         return PromptInputs.of_steps(labels, conditions, sequence_numbers.tolist())
 
@@ -203,7 +204,7 @@ class FlowPolicy(nn.Module):
         steps: Int64[Tensor, " steps"],
         prompts: PromptInputs,
     ) -> Float[Tensor, "steps channels height width"]:
-        """Return the velocity of the initial model: a copy of it, or the model without its adapter."""
+        """Return the velocity of the reference: a copy of the initial model, or the model without its adapter."""
         timesteps = self.schedule.times(steps).timesteps
         if self.reference is not None:
             return self._predicted(self.reference, x, timesteps, prompts)
@@ -217,7 +218,7 @@ class FlowPolicy(nn.Module):
         prompts: PromptInputs,
         schedule: FlowSchedule | None = None,
     ) -> Float[Tensor, "steps channels height width"]:
-        """Return the model's velocity at states before steps of the policy's schedule, or of another one."""
+        """Return the model's velocity at states before steps, whose times are in the policy's or in another schedule."""
         times = (schedule or self.schedule).times(steps)
         return self._predicted(self.model, x, times.timesteps, prompts)
 
@@ -236,9 +237,9 @@ class FlowPolicy(nn.Module):
 
     @torch.no_grad()
     def cast_weights(self) -> None:
-        """Keep the model's weights in the dtype of the computation, for an engine. Buffers stay as they are.
+        """Cast the model's weights to the dtype of the computation, for an engine. Buffers keep their dtype.
 
-        A trainer's shards stay in float32, and FSDP casts the weights when it gathers them, but not the buffers.
+        A trainer does not need this: its shards stay in float32, and FSDP casts the weights when it gathers them.
         """
         for parameter in self.model.parameters():
             parameter.data = parameter.data.to(self.dtype)

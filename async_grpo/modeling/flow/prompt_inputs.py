@@ -1,4 +1,4 @@
-"""What a flow-matching model reads of prompts: numbers of labels, or embeddings of texts."""
+"""The prompts of a flow-matching model as inputs of the network: numbers of labels, or embeddings of texts."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,14 +9,15 @@ import torch
 from jaxtyping import Bool, Float, Int64
 from torch import Tensor
 
-# What the engine computes from a text: embeddings (L, D) and pooled embeddings (P,), both float32, P = 0 if the model reads
-# none. With guidance, the same two arrays of the negative prompt follow. () if the prompt is a label
+# The form in which an engine sends a prompt to the trainer. For a text: embeddings (L, D) and pooled embeddings (P,),
+# both float32, with P = 0 if the model reads none. With guidance, the same two arrays of the negative prompt follow.
+# For a label: ()
 Condition = tuple[np.ndarray, ...]
 
 
 @dataclass(frozen=True)
 class TextInputs:
-    """Embeddings of one text per denoising step, padded to the longest."""
+    """Embeddings of the text of each denoising step, padded to the longest text."""
 
     embeddings: Float[Tensor, "steps text features"]
     mask: Bool[Tensor, "steps text"]  # False at padding
@@ -53,7 +54,7 @@ class TextInputs:
         )
 
     def to(self, dtype: torch.dtype) -> "TextInputs":
-        """Return the inputs with embeddings of another dtype."""
+        """Return the inputs with their embeddings cast to a dtype."""
         return TextInputs(self.embeddings.to(dtype), self.mask, self.pooled.to(dtype))
 
     def _padded(self, length: int) -> "TextInputs":
@@ -67,10 +68,10 @@ class TextInputs:
 
 @dataclass(frozen=True)
 class PromptInputs:
-    """What a model reads of the prompts of some denoising steps."""
+    """The prompts of some denoising steps as inputs of a model."""
 
     labels: Int64[Tensor, " steps"]  # numbers of labels, which only class-conditional models read
-    text: TextInputs | None = None  # None for class-conditional models
+    text: TextInputs | None = None  # None if the model reads labels
     negative: TextInputs | None = None  # the negative prompts, if the model is guided by them
 
     @classmethod
@@ -86,7 +87,7 @@ class PromptInputs:
         """
         if not any(conditions):
             return cls(labels)
-        # The members of a group share their arrays. Each is moved to the device once
+        # The members of a group share their arrays, so move each array to the device only once
         first_rows: dict[int, int] = {}
         different: list[Condition] = []
         place_of: list[int] = []
@@ -104,7 +105,7 @@ class PromptInputs:
         return cls(labels, text, negative)
 
     def to(self, dtype: torch.dtype) -> "PromptInputs":
-        """Return the inputs with embeddings of another dtype."""
+        """Return the inputs with their embeddings cast to a dtype."""
         return PromptInputs(
             self.labels,
             self.text and self.text.to(dtype),

@@ -1,4 +1,4 @@
-"""The times of the denoising steps."""
+"""`FlowSchedule`: the times of the denoising steps."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,7 +16,8 @@ class FlowSchedule:
     """
 
     sigmas: tuple[float, ...]  # n + 1 times
-    timesteps: tuple[float, ...]  # n numbers, from which the model sees the time
+    # N numbers: the times before the steps, in the units in which the model reads them
+    timesteps: tuple[float, ...]
 
     @property
     def num_steps(self) -> int:
@@ -25,7 +26,7 @@ class FlowSchedule:
 
     @property
     def t_max(self) -> float:
-        """Return the latest time at which the noise scale is computed; see `algorithm.flow.sde`."""
+        """Return the largest time with its own noise scale. Larger times get the same; see `algorithm.flow.sde`."""
         return min(self.sigmas[0], self.sigmas[1]) if self.num_steps > 1 else 0.5
 
     def times(self, steps: Int64[Tensor, " steps"]) -> "StepTimes":
@@ -40,11 +41,12 @@ class FlowSchedule:
 
 @dataclass(frozen=True)
 class StepTimes:
-    """The times of some denoising steps, float32."""
+    """The times of some denoising steps, in float32."""
 
     begin: Float[Tensor, " steps"]
     end: Float[Tensor, " steps"]
-    timesteps: Float[Tensor, " steps"]  # the times in the units of the model
+    # The times before the steps, in the units in which the model reads them
+    timesteps: Float[Tensor, " steps"]
 
 
 def _tensor(values: Sequence[float], like: Tensor) -> Tensor:

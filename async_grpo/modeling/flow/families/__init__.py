@@ -1,6 +1,7 @@
 """The families of flow-matching models: how each reads its prompt, predicts the velocity and decodes a picture.
 
-diffusers provides models, pipelines and text encoders. A family holds only what differs between its pipelines.
+diffusers provides models, pipelines and text encoders. A family contains only what is special about one class of
+pipelines.
 """
 
 from async_grpo.modeling.flow.families.family import FlowFamily

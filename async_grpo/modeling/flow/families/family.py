@@ -1,4 +1,4 @@
-"""`FlowFamily`: what the pipelines of one class of diffusers have in common."""
+"""`FlowFamily`: how this library uses the pipelines of one class of diffusers."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
@@ -17,22 +17,22 @@ from async_grpo.options.fields import refuse
 Config = Mapping[str, Any]
 Velocity = Float[Tensor, "steps channels height width"]
 CANARY_TEXT_TOKENS = 8
-# Without this limit, a wrong number could occupy the machine before it is noticed
+# Maximum number of blocks. A wrong number in a configuration could otherwise occupy the machine before it is noticed
 MAX_BLOCKS = 1000
 
 
 class FlowFamily(ABC):
-    """What the pipelines of one class have in common.
+    """A class of pipelines of diffusers, with the methods in which the classes differ.
 
     In the methods, `config` is transformer/config.json and `vae_config` is vae/config.json ({} without a VAE).
     """
 
     pipeline_class: ClassVar[str]
     model_class: ClassVar[str]
-    # Part of the pipeline -> classes that it may have. A pipeline may also leave out the parts in `optional_parts`
+    # Part of the pipeline -> classes that this part may have. A pipeline may lack the parts in `optional_parts`
     parts: ClassVar[Mapping[str, tuple[str, ...]]] = {}
     optional_parts: ClassVar[tuple[str, ...]] = ()
-    # Whole numbers above 0 that transformer/config.json must have
+    # Names of numbers in transformer/config.json that must be whole numbers above 0
     numbers: ClassVar[tuple[str, ...]] = (
         "in_channels",
         "num_layers",
@@ -56,7 +56,7 @@ class FlowFamily(ABC):
 
     @abstractmethod
     def pixels_per_latent(self, vae_config: Config) -> int:
-        """Return the number of pixels per number of a state, in one direction."""
+        """Return how many pixels one number of a state covers in height and in width."""
 
     def picture_shape(self, config: Config, vae_config: Config, picture_size: int) -> tuple[int, int, int]:
         """Return colors, height and width of a picture."""
@@ -89,15 +89,15 @@ class FlowFamily(ABC):
         return int(config["num_layers"])
 
     def blocks(self, model: Any) -> list[nn.Module]:
-        """Return the blocks of the transformer that can be sharded on their own."""
+        """Return the blocks of the transformer that can each be an FSDP unit."""
         return list(model.transformer_blocks)
 
     def needs_negative(self, guidance: float) -> bool:
-        """Return whether the guidance needs a second prediction, for the negative prompt."""
+        """Return whether this guidance needs a second prediction of the model, for the negative prompt."""
         return guidance != 1
 
     def can_be_guided(self, config: Config) -> bool:
-        """Return whether a guidance other than 1 has an effect."""
+        """Return whether a guidance other than 1 changes what the model draws."""
         return True
 
     def times_arguments(self, num_steps: int, scheduler_config: Config, num_tokens: int) -> dict[str, Any]:
@@ -152,7 +152,7 @@ class FlowFamily(ABC):
         )
 
     def _rescaled(self, guided: Velocity, velocity: Velocity) -> Velocity:
-        """Return the guided velocity, rescaled if the family's pipeline does so."""
+        """Return the guided velocity, rescaled if the family's pipeline rescales it."""
         return guided
 
     @abstractmethod
@@ -164,7 +164,7 @@ class FlowFamily(ABC):
         prompts: PromptInputs,
         guidance: float,
     ) -> Velocity:
-        """Call the model once."""
+        """Return the velocity that the model predicts in one forward pass, without the negative prompt."""
 
     def encode(self, pipeline: Any, text: str, *, is_guided: bool) -> Condition:
         """Return the condition of a text, computed by the pipeline's text encoders.
@@ -177,7 +177,7 @@ class FlowFamily(ABC):
         raise NotImplementedError
 
     def random_condition(self, config: Config, random: np.random.Generator, *, is_guided: bool) -> Condition:
-        """Return a random condition, with which the canary compares trainer and engine; () for labels."""
+        """Return a random condition, with which the canary compares trainer and engine; () if prompts are labels."""
         shapes = [
             (CANARY_TEXT_TOKENS, int(config["joint_attention_dim"])),
             (int(config.get("pooled_projection_dim") or 0),),

@@ -1,4 +1,4 @@
-"""FLUX.1."""
+"""`FluxFamily`: models with the pipeline of FLUX.1."""
 
 from collections.abc import Mapping
 from typing import Any, ClassVar
@@ -24,7 +24,7 @@ from async_grpo.modeling.flow.prompt_inputs import Condition, PromptInputs
 
 
 class FluxFamily(FlowFamily):
-    """FLUX.1."""
+    """Models with the pipeline of FLUX.1."""
 
     pipeline_class = "FluxPipeline"
     model_class = "FluxTransformer2DModel"
@@ -38,27 +38,27 @@ class FluxFamily(FlowFamily):
     numbers = (*FlowFamily.numbers, "joint_attention_dim", "pooled_projection_dim", "num_single_layers")
 
     def pixels_per_latent(self, vae_config: Config) -> int:
-        """See `FlowFamily`."""
+        """Return how many pixels one latent covers in height and in width, from the depth of the VAE."""
         return vae_scale(vae_config)
 
     def latent_shape(self, config: Config, vae_config: Config, picture_size: int) -> tuple[int, int, int]:
-        """See `FlowFamily`."""
+        """Return channels, height and width of the latents."""
         return packed_shape(config, vae_scale(vae_config), picture_size)
 
     def num_blocks(self, config: Config) -> int:
-        """See `FlowFamily`."""
+        """Return the number of blocks of both kinds: with separate streams for text and picture, and with one stream."""
         return int(config["num_layers"]) + int(config["num_single_layers"])
 
     def blocks(self, model: Any) -> list[nn.Module]:
-        """See `FlowFamily`."""
+        """Return the blocks of both kinds, each of which can be an FSDP unit."""
         return [*model.transformer_blocks, *model.single_transformer_blocks]
 
     def needs_negative(self, guidance: float) -> bool:
-        """Return False: the model reads the guidance as a number."""
+        """Return False, because the model gets the guidance as a number and needs no negative prompt."""
         return False
 
     def can_be_guided(self, config: Config) -> bool:
-        """Return whether the model reads the guidance; FLUX.1-schnell does not."""
+        """Return whether the model has an input for the guidance. FLUX.1-schnell has none."""
         return bool(config.get("guidance_embeds"))
 
     def _velocity(
@@ -88,6 +88,6 @@ class FluxFamily(FlowFamily):
         return unpacked(packed_velocity, height, width)
 
     def encode(self, pipeline: Any, text: str, *, is_guided: bool) -> Condition:
-        """See `FlowFamily`."""
+        """Return the embeddings of a text and its pooled embeddings."""
         embeddings, pooled, _ = pipeline.encode_prompt(text, None)
         return as_arrays(embeddings, pooled)

@@ -1,4 +1,4 @@
-"""Class-conditional models, which draw the label that they are asked for."""
+"""`LabelFamily`: class-conditional models, which draw a picture of a given label."""
 
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ from async_grpo.modeling.flow.prompt_inputs import Condition, PromptInputs
 from async_grpo.options.fields import refuse
 
 MAX_PICTURE_SIZE = 1024  # height and width, in pixels
-DROPPED_LABEL = -1  # stands for the embedding of "no label", by which a model is guided
+DROPPED_LABEL = -1  # label for the embedding of "no label", which serves as the negative prompt of guidance
 
 
 class LabelFamily(FlowFamily):
@@ -25,7 +25,7 @@ class LabelFamily(FlowFamily):
     reads_text = False
 
     def latent_shape(self, config: Config, vae_config: Config, picture_size: int) -> tuple[int, int, int]:
-        """See `FlowFamily`."""
+        """Return channels, height and width of a picture. The model draws only the size in its configuration."""
         size = int(config["sample_size"])
         refuse(
             picture_size not in (0, size),
@@ -34,15 +34,15 @@ class LabelFamily(FlowFamily):
         return int(config["in_channels"]), size, size
 
     def pixels_per_latent(self, vae_config: Config) -> int:
-        """See `FlowFamily`."""
+        """Return 1, because the states are pixels."""
         return 1
 
     def picture_shape(self, config: Config, vae_config: Config, picture_size: int) -> tuple[int, int, int]:
-        """See `FlowFamily`."""
+        """Return channels, height and width of a picture, which is a state."""
         return self.latent_shape(config, vae_config, picture_size)
 
     def check(self, config: Config, file: Path) -> None:
-        """See `FlowFamily`."""
+        """Raise ConfigurationError if the sizes or channels in the configuration do not fit a model that draws pixels."""
         super().check(config, file)
         size = config["sample_size"]
         refuse(size > MAX_PICTURE_SIZE, f"{file}: sample_size is {size}, more than {MAX_PICTURE_SIZE} pixels")
@@ -62,14 +62,14 @@ class LabelFamily(FlowFamily):
         )
 
     def num_tokens(self, latent_shape: tuple[int, int, int], config: Config) -> int:
-        """See `FlowFamily`."""
+        """Return the number of patches of a picture, each of which is a token of the transformer."""
         return (latent_shape[1] // int(config.get("patch_size", 1))) ** 2
 
     def blocks(self, model: Any) -> list[nn.Module]:
-        """Return all blocks but the first.
+        """Return all blocks but the first, for FSDP units.
 
-        After all blocks, the model calls the embedding of times and labels inside its first block again, whose weights
-        would then be sharded.
+        The embedding of times and labels is inside the first block, and the model calls it again after all blocks. If
+        the first block were a unit, its weights would then already be sharded again.
         """
         return list(model.transformer_blocks)[1:]
 
@@ -93,9 +93,9 @@ class LabelFamily(FlowFamily):
         return model(hidden_states=x, timestep=timesteps, class_labels=labels, return_dict=False)[0]
 
     def random_condition(self, config: Config, random: np.random.Generator, *, is_guided: bool) -> Condition:
-        """See `FlowFamily`."""
+        """Return (), because a prompt is only a label."""
         return ()
 
     def decode(self, vae: Any, states: Velocity) -> Float[Tensor, "pictures rgb pixels_y pixels_x"]:
-        """Return the states, which are pixels."""
+        """Return the states unchanged, because they are pixels."""
         return states

@@ -1,4 +1,4 @@
-"""Sizes and layouts of latents, and further pieces that several families share."""
+"""Functions for sizes and layouts of latents that several families share."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -13,7 +13,7 @@ from async_grpo.options.fields import refuse
 
 Config = Mapping[str, Any]
 Velocity = Float[Tensor, "steps channels height width"]
-PATCH = 2  # height and width of the patches of latents that FLUX and Qwen-Image read as one token
+PATCH = 2  # FLUX and Qwen-Image read a patch of this height and width of latents as one token
 CLIP_TOKENIZERS = ("CLIPTokenizer", "CLIPTokenizerFast")
 T5_TOKENIZERS = ("T5Tokenizer", "T5TokenizerFast")
 
@@ -24,17 +24,17 @@ def text_inputs_of(prompts: PromptInputs) -> TextInputs:
 
 
 def as_arrays(*tensors: Tensor) -> Condition:
-    """Return the first rows of tensors as float32 arrays."""
+    """Return the first row of each tensor as a float32 array."""
     return tuple(tensor[0].float().cpu().numpy() for tensor in tensors)
 
 
 def vae_scale(vae_config: Config) -> int:
-    """Return the number of pixels per number of the latents, in one direction, of an AutoencoderKL."""
+    """Return how many pixels one latent of an AutoencoderKL covers in height and in width."""
     return int(2 ** (len(vae_config["block_out_channels"]) - 1))
 
 
 def latent_size(picture_size: int, scale: int, patch: int) -> int:
-    """Return height and width of the latents of a picture, or raise ConfigurationError."""
+    """Return the height (and width) of a picture's latents, or raise ConfigurationError if the size does not fit."""
     multiple = scale * patch
     refuse(
         picture_size % multiple != 0,
@@ -44,19 +44,19 @@ def latent_size(picture_size: int, scale: int, patch: int) -> int:
 
 
 def packed_shape(config: Config, scale: int, picture_size: int) -> tuple[int, int, int]:
-    """Return the shape of the latents of a model that reads patches of them as channels."""
-    # The pipelines of diffusers draw 128 x 128 latents unless told otherwise
+    """Return the shape of the latents of a model that reads patches of latents as channels of its tokens."""
+    # By default, the pipelines of diffusers draw 128 x 128 latents
     size = latent_size(picture_size or 128 * scale, scale, PATCH)
     return int(config["in_channels"]) // PATCH**2, size, size
 
 
 def packed(x: Velocity) -> Float[Tensor, "steps tokens packed_channels"]:
-    """Return latents as tokens of 2 x 2 patches."""
+    """Return latents as tokens, each of which has the channels of a patch of 2 x 2 latents."""
     return pixel_unshuffle(x, PATCH).flatten(2).transpose(1, 2)
 
 
 def unpacked(tokens: Float[Tensor, "steps tokens packed_channels"], height: int, width: int) -> Velocity:
-    """Undo `_packed`. `height` and `width` count patches."""
+    """Undo `packed`. `height` and `width` are numbers of patches."""
     return pixel_shuffle(tokens.transpose(1, 2).unflatten(2, (height, width)), PATCH)
 
 
@@ -69,7 +69,7 @@ def patch_positions(height: int, width: int, like: Tensor) -> Float[Tensor, "tok
 
 
 def shift(num_tokens: int, scheduler_config: Config, max_shift: float = 1.15) -> float:
-    """Return by how much the scheduler shifts the times of a picture, which depends on its size."""
+    """Return by how much the scheduler shifts the times of a picture. It depends on the number of the picture's tokens."""
     from diffusers.pipelines.flux.pipeline_flux import calculate_shift
 
     return float(

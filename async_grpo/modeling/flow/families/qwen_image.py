@@ -1,4 +1,4 @@
-"""Qwen-Image."""
+"""`QwenImageFamily`: models with the pipeline of Qwen-Image."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -23,7 +23,7 @@ from async_grpo.options.fields import refuse
 
 
 class QwenImageFamily(FlowFamily):
-    """Qwen-Image."""
+    """Models with the pipeline of Qwen-Image."""
 
     pipeline_class = "QwenImagePipeline"
     model_class = "QwenImageTransformer2DModel"
@@ -35,15 +35,15 @@ class QwenImageFamily(FlowFamily):
     numbers = (*FlowFamily.numbers, "joint_attention_dim")
 
     def pixels_per_latent(self, vae_config: Config) -> int:
-        """See `FlowFamily`."""
+        """Return how many pixels one latent covers in height and in width, from the depth of the VAE."""
         return int(2 ** len(vae_config["temperal_downsample"]))
 
     def latent_shape(self, config: Config, vae_config: Config, picture_size: int) -> tuple[int, int, int]:
-        """See `FlowFamily`."""
+        """Return channels, height and width of the latents."""
         return packed_shape(config, self.pixels_per_latent(vae_config), picture_size)
 
     def check(self, config: Config, file: Path) -> None:
-        """See `FlowFamily`."""
+        """Raise ConfigurationError if the configuration has settings of other variants of Qwen-Image."""
         super().check(config, file)
         for name in ("guidance_embeds", "zero_cond_t", "use_additional_t_cond", "use_layer3d_rope"):
             refuse(bool(config.get(name)), f"{file}: {name} is set, which is not supported")
@@ -77,7 +77,10 @@ class QwenImageFamily(FlowFamily):
         return unpacked(packed_velocity, height, width)
 
     def encode(self, pipeline: Any, text: str, *, is_guided: bool) -> Condition:
-        """See `FlowFamily`. The negative prompt is a space, because the text encoder needs a token."""
+        """Return the embeddings of a text, followed by those of the negative prompt if the model is guided.
+
+        The negative prompt is a space, because the text encoder needs at least one token.
+        """
         texts = [text, " "] if is_guided else [text]
         arrays: list[np.ndarray] = []
         for prompt in texts:
@@ -86,7 +89,10 @@ class QwenImageFamily(FlowFamily):
         return tuple(arrays)
 
     def decode(self, vae: Any, states: Velocity) -> Float[Tensor, "pictures rgb pixels_y pixels_x"]:
-        """See `FlowFamily`. The VAE is one of videos: a picture is a video of one frame."""
+        """Return the pictures that the VAE decodes.
+
+        It is a VAE of videos, so each picture is passed as a video of one frame.
+        """
         mean = torch.tensor(vae.config.latents_mean, device=states.device)[:, None, None]
         std = torch.tensor(vae.config.latents_std, device=states.device)[:, None, None]
         frames = (states * std + mean)[:, :, None]

@@ -1,4 +1,4 @@
-"""Stable Diffusion 3 and 3.5."""
+"""`StableDiffusion3Family`: models with the pipeline of Stable Diffusion 3 and 3.5."""
 
 from collections.abc import Mapping
 from typing import Any, ClassVar
@@ -22,7 +22,7 @@ from async_grpo.options.fields import refuse
 
 
 class StableDiffusion3Family(FlowFamily):
-    """Stable Diffusion 3 and 3.5."""
+    """Models with the pipeline of Stable Diffusion 3 and 3.5."""
 
     pipeline_class = "StableDiffusion3Pipeline"
     model_class = "SD3Transformer2DModel"
@@ -46,11 +46,11 @@ class StableDiffusion3Family(FlowFamily):
     )
 
     def pixels_per_latent(self, vae_config: Config) -> int:
-        """See `FlowFamily`."""
+        """Return how many pixels one latent covers in height and in width, from the depth of the VAE."""
         return vae_scale(vae_config)
 
     def latent_shape(self, config: Config, vae_config: Config, picture_size: int) -> tuple[int, int, int]:
-        """See `FlowFamily`."""
+        """Return channels, height and width of the latents. Too large pictures are refused."""
         scale = vae_scale(vae_config)
         patch = int(config["patch_size"])
         size = latent_size(picture_size or int(config["sample_size"]) * scale, scale, patch)
@@ -62,11 +62,11 @@ class StableDiffusion3Family(FlowFamily):
         return int(config["in_channels"]), size, size
 
     def num_tokens(self, latent_shape: tuple[int, int, int], config: Config) -> int:
-        """See `FlowFamily`."""
+        """Return the number of patches of a picture's latents, each of which is a token of the transformer."""
         return (latent_shape[1] // int(config.get("patch_size", PATCH))) ** 2
 
     def times_arguments(self, num_steps: int, scheduler_config: Config, num_tokens: int) -> dict[str, Any]:
-        """Return the number of steps. The scheduler spaces the times itself."""
+        """Return the number of steps, from which the scheduler computes the times itself, and its shift if it uses one."""
         arguments: dict[str, Any] = {"num_inference_steps": num_steps}
         if scheduler_config.get("use_dynamic_shifting"):
             arguments["mu"] = shift(num_tokens, scheduler_config, max_shift=1.16)
@@ -90,7 +90,10 @@ class StableDiffusion3Family(FlowFamily):
         )[0]
 
     def encode(self, pipeline: Any, text: str, *, is_guided: bool) -> Condition:
-        """See `FlowFamily`. The negative prompt is the empty text, as in the pipeline."""
+        """Return the embeddings of a text, followed by those of the negative prompt if the model is guided.
+
+        The negative prompt is the empty text, as in the pipeline.
+        """
         embeddings, negative, pooled, negative_pooled = pipeline.encode_prompt(
             text, None, None, do_classifier_free_guidance=is_guided
         )
