@@ -72,7 +72,7 @@ def critic_policy(chunk_tokens: int = 7, **options: Any) -> PolicyModel:
 
 def pack(sequences: list[dict[str, Any]]) -> MicroBatch:
     """One micro-batch of whole sequences: `ids`, `mask`, `advantages`, `behaviour`, maybe `ref`, `times`, `versions`, all
-    (L,)."""
+    (L,), and `teacher_top` (L, 2, k)."""
 
     def joined(key: str, dtype: type) -> np.ndarray:
         return np.concatenate([sequence[key] for sequence in sequences]).astype(dtype)
@@ -91,6 +91,7 @@ def pack(sequences: list[dict[str, Any]]) -> MicroBatch:
         group_tokens=np.array([sequence.get("group_tokens", 1) for sequence in sequences], np.int64),
         ref_logprobs=joined("ref", np.float32) if "ref" in sequences[0] else None,
         proximal_logprobs=joined("proximal", np.float32) if "proximal" in sequences[0] else None,
+        teacher_top=joined("teacher_top", np.float32) if "teacher_top" in sequences[0] else None,
         members=np.array([s["member"] for s in sequences], np.int64) if "times" in sequences[0] else None,
         times=joined("times", np.int32) if "times" in sequences[0] else None,
     )

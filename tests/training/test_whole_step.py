@@ -1,35 +1,28 @@
 """Every loss and correction, over two FSDP ranks and any packing, has the gradient of one padded pass.
 
-The reference shares neither packing, nor sharding, nor the split into micro-batches: transformers' eager forward of a
-padded batch, and the functions of `algorithm` called once, on all of it.
+The trainer computes in float32, and the padded pass in float64 (`padded_step`).
 """
-
-from dataclasses import asdict
 
 import numpy as np
 import pytest
 import torch
 from dealt_micro_batches import deal
-from supports import in_support
-from tiny_policy import critic_policy, pack, random_sequence, tiny_model
+from padded_step import add_teacher, own_critic, padded_step_gradients, plain_in_float64, policy_of
+from tiny_policy import pack, random_sequence
 from two_ranks import RecordingOptimizer, on_two_ranks, recording_accumulator, relative_error
 
-from async_grpo.algorithm.advantages import ADVANTAGE_ESTIMATORS
-from async_grpo.algorithm.aggregation import AGGREGATIONS, aggregate_loss
+from async_grpo.algorithm.aggregation import AGGREGATIONS
 from async_grpo.algorithm.config import AlgorithmConfig
-from async_grpo.algorithm.kl import kl_penalty
 from async_grpo.algorithm.losses import POLICY_LOSSES
-from async_grpo.algorithm.off_policy import importance_weights, rejection_mask
-from async_grpo.algorithm.policy_masks import high_entropy_mask, off_policy_sequence_mask
-from async_grpo.algorithm.process_advantages import value_loss
-from async_grpo.modeling.critic import CriticModel
-from async_grpo.modeling.policy import PolicyModel
+from async_grpo.config.recipes import RECIPES
 from async_grpo.training.critic import Critic
 from async_grpo.training.objective import Objective
 from async_grpo.training.sharding import shard_policy
 from async_grpo.types import PROMPT_TOKEN
 
 SCALE = 40
+TOLERANCE = 1e-5
+OPTIONS_OF_LOSSES = set(AlgorithmConfig.__dataclass_fields__) - {"recipe"}
 
 NORMALIZED = dict(policy_loss="gpg", importance_level="token", importance_normalize=True)
 REJECTED = dict(rejection_statistic="token_k1", rejection_low=0.8, rejection_high=1.25)
@@ -37,6 +30,22 @@ OF_GROUPS = dict(loss_aggregation="prompt_mean")
 WIDE = dict(importance_low=1e-4, importance_high=1e4)
 GAE = dict(advantage_estimator="gae")
 OWN_CRITIC = dict(advantage_estimator="decoupled_gae", critic_model="same", critic_clip=0.1)
+TEACHER = dict(teacher="x", teacher_top_k=3, teacher_coef=0.7)
+TERMS = dict(
+    kl_coef=0.2,
+    unbiased_kl=True,
+    log_ratio_coef=0.1,
+    off_policy_mask_threshold=0.2,
+    top_entropy_quantile=0.5,
+    entropy_coef=0.1,
+)
+
+
+def of_recipe(name: str) -> dict:
+    """The options of a recipe that are the trainer's."""
+    return {option: value for option, value in RECIPES[name].items() if option in OPTIONS_OF_LOSSES}
+
+
 CASES = {
     **{name: dict(policy_loss=name) for name in POLICY_LOSSES},
     **{f"aggregation {name}": dict(loss_aggregation=name) for name in AGGREGATIONS},
@@ -91,20 +100,24 @@ CASES = {
         for name in ("token_mean", "token_sum", "constant_length", "prompt_mean")
     },
     "observations and rejected tokens": REJECTED | OF_GROUPS | dict(observation_coef=0.3),
-    "all terms": dict(
-        kl_coef=0.2,
-        unbiased_kl=True,
-        log_ratio_coef=0.1,
-        off_policy_mask_threshold=0.2,
-        top_entropy_quantile=0.5,
-        observation_coef=0.1,
-        entropy_coef=0.1,
-    ),
+    "all terms": TERMS | dict(observation_coef=0.1),
+    "all terms and probable tokens": TERMS
+    | dict(top_p=0.95, policy_loss="gspo", clip_low=0.5, clip_high=0.5),
+    "all terms with passes to come": TERMS | dict(old_policy="current", policy_loss="vespo"),
+    "all terms with a critic of its own": TERMS | OWN_CRITIC | dict(observation_coef=0.1),
+    "critic of its own and probable tokens": dict(OWN_CRITIC, top_k=20),
+    "critic of its own, one sample per question": dict(OWN_CRITIC, loss_aggregation="prompt_mean"),
+    "tokens of a teacher": TEACHER,
+    "tokens of a teacher of rejected tokens of groups": TEACHER | REJECTED | OF_GROUPS,
+    "tokens of a teacher and all terms": TEACHER | TERMS | dict(observation_coef=0.1, policy_loss="cispo"),
+    "one sample per question": dict(policy_loss="dppo_kl", loss_aggregation="prompt_mean"),
+    "rejected tokens, one sample per question": REJECTED | OF_GROUPS | dict(policy_loss="dppo_tv"),
+    **{f"recipe {name}": of_recipe(name) for name in RECIPES},
 }
 
 
 def objective_of(case: str) -> Objective:
-    return Objective(AlgorithmConfig(**CASES[case]), SCALE)
+    return Objective(AlgorithmConfig(**CASES[case], max_generation_tokens=SCALE))
 
 
 def minibatch(seed: int, case: str) -> list[dict]:
@@ -112,11 +125,13 @@ def minibatch(seed: int, case: str) -> list[dict]:
     rng = np.random.default_rng(seed)
     sequences = [random_sequence(rng, 30, with_ref=True) for _ in range(11)]
     for number, sequence in enumerate(sequences):
-        sequence["group"] = number // 3
+        sequence["group"] = number if "one sample per question" in case else number // 3
         if "without a proximal" not in case:
             sequence["proximal"] = sequence["behaviour"] + rng.normal(0, 0.3, len(sequence["ids"]))
     if "several sequences" in case:
         add_times(sequences, rng)
+    if "of a teacher" in case:
+        add_teacher(sequences, rng, TEACHER["teacher_top_k"])
     for sequence in sequences:
         # Half of the tokens that are not trained on were sampled, the others come from the environment
         is_sampled = sequence["mask"] | (rng.random(len(sequence["ids"])) < 0.5)
@@ -135,67 +150,6 @@ def add_times(sequences: list[dict], rng: np.random.Generator) -> None:
         for number, part in enumerate(parts):
             part["member"], part["times"] = 0, np.full(len(part["ids"]), -1)
             part["times"][part["mask"]] = np.flatnonzero(owners == number)
-
-
-def lam_of(settings, num_tokens):
-    """The policy's lambda for a trajectory of so many tokens."""
-    if settings.get("alpha"):
-        return max(0.0, 1 - 1 / (settings["alpha"] * max(num_tokens, 1)))
-    return settings["lam"]
-
-
-def gae_in_time(sequences, rewards, values, mask, settings):
-    """Advantages and returns (B, T) of trajectories, token by token back from the last one in time."""
-    gamma = settings["gamma"]
-    advantages, returns = torch.zeros_like(values), torch.zeros_like(values)
-    for group in {sequence["group"] for sequence in sequences}:
-        tokens = [
-            (sequence["times"][place], row, place)
-            for row, sequence in enumerate(sequences)
-            for place in range(len(sequence["ids"]))
-            if sequence["group"] == group and mask[row, place]
-        ]
-        lam = lam_of(settings, len(tokens))
-        critic_lam = settings.get("critic_lam", lam)
-        ahead, ahead_of_critic, value_ahead = 0.0, 0.0, 0.0
-        for _, row, place in sorted(tokens, reverse=True):
-            value = values[row, place].item()
-            delta = rewards[row, place].item() + gamma * value_ahead - value
-            ahead = delta + gamma * lam * ahead
-            ahead_of_critic = delta + gamma * critic_lam * ahead_of_critic
-            advantages[row, place], returns[row, place] = ahead, ahead_of_critic + value
-            value_ahead = value
-    return advantages, returns
-
-
-def mean_cross_entropy_of_observations(logprobs, sequences):
-    """Of the environment's tokens after the first sampled one, in sequences with something to train on."""
-    losses = []
-    for row, sequence in enumerate(sequences):
-        if not sequence["mask"][1:].any():
-            continue
-        is_after_a_turn = False
-        for place, version in enumerate(sequence["versions"]):
-            if version != PROMPT_TOKEN:
-                is_after_a_turn = True
-            elif is_after_a_turn:
-                losses.append(-logprobs[row, place])
-    assert len(losses) > 5
-    return torch.stack(losses).mean()
-
-
-def policy_of(objective: Objective) -> PolicyModel:
-    if objective.has_value_head:
-        return critic_policy(13, value_trunk_gradient=objective.config.critic_trunk_gradient)
-    return PolicyModel(tiny_model(), chunk_tokens=13)
-
-
-def own_critic() -> CriticModel:
-    """A critic of other weights than the policy, whose head is not at its initial zero, and whose LM head is untied."""
-    critic = CriticModel(tiny_model(seed=1, tie_word_embeddings=False))
-    torch.nn.init.normal_(critic.value_head.weight, std=0.5)
-    torch.nn.init.normal_(critic.value_head.bias, std=0.5)
-    return critic
 
 
 def recording_critic(ranks, warmup_steps=0) -> Critic:
@@ -232,118 +186,18 @@ def two_ranks(tmp_path_factory):
     return on_two_ranks(work, tmp_path_factory.mktemp("ranks"), deadline_s=240)
 
 
-def padded(sequences, column, fill=0.0):
-    """(B, T): one row per sequence; masked positions and padding hold `fill`."""
-    longest = max(len(s["ids"]) for s in sequences)
-    rows = torch.full((len(sequences), longest), fill)
-    for row, sequence in enumerate(sequences):
-        values = torch.tensor(np.nan_to_num(sequence[column].astype(np.float32)))
-        rows[row, : len(values)] = values
-    return rows
-
-
-def reference_gradients(case, sequences):
-    """One padded forward of plain transformers, and each function of `algorithm` called once."""
-    objective, policy = objective_of(case), policy_of(objective_of(case))
-    model = policy.model
-    model.set_attn_implementation("eager")
-    ids = padded(sequences, "ids").long()
-    mask = padded(sequences, "mask").bool()
-    mask[:, 0] = False
-    output = model(ids, output_hidden_states=True)  # causal: what fills up a row is never looked at
-    logits = output.logits[:, :-1]
-    if objective.truncation is not None:
-        is_kept = in_support(logits.flatten(0, 1), ids[:, 1:].flatten(), **asdict(objective.truncation))
-        logits = logits.masked_fill(~is_kept.view_as(logits), -1e4)
-    log_softmax = logits.log_softmax(-1)
-    logprobs = torch.nn.functional.pad(log_softmax.gather(2, ids[:, 1:, None])[..., 0], (1, 0))
-    entropy = torch.nn.functional.pad(-(log_softmax.exp() * log_softmax).sum(-1), (1, 0))
-    behaviour, advantages = (padded(sequences, c) for c in ("behaviour", "advantages"))
-    proximal = padded(sequences, "proximal") if "proximal" in sequences[0] else logprobs.detach()
-
-    config, full_mask, kept = objective.config, mask, mask
-    if config.rejection_statistic:
-        bounds = {"low": config.rejection_low, "high": config.rejection_high}
-        kept = rejection_mask(proximal, behaviour, mask, statistic=config.rejection_statistic, **bounds)
-    weights = None
-    if config.importance_level != "none":
-        names = ("level", "mode", "low", "high", "normalize")
-        options = {name: getattr(config, f"importance_{name}") for name in names}
-        weights = importance_weights(proximal, behaviour, kept, **options)
-    values = returns = None
-    critic = own_critic() if config.critic_model else None
-    if objective.has_critic:
-        states, head = output.hidden_states[-1], policy.value_head
-        if critic is not None:
-            critic.model.set_attn_implementation("eager")
-            states, head = critic.model(ids, output_hidden_states=True).hidden_states[-1], critic.value_head
-        states = states[:, :-1]
-        if not config.critic_trunk_gradient:
-            states = states.detach()
-        values = head(states.flatten(0, 1)).view(states.shape[:2])
-        values = torch.nn.functional.pad(values, (1, 0))
-        settings = {**config.estimator.options, **config.estimator_settings}
-        advantages, returns = reference_advantages(
-            config, settings, sequences, advantages, values.detach(), full_mask
-        )
-    options, old = dict(objective.loss_settings), behaviour
-    if objective.loss.needs_proximal:
-        options["proximal_logprobs"] = proximal
-    elif config.old_policy == "proximal":
-        old = proximal
-    elif config.old_policy == "current":
-        old = logprobs.detach()
-    loss, _ = objective.loss(logprobs, old, advantages, kept, importance_weights=weights, **options)
-    if config.off_policy_mask_threshold is not None:
-        loss = loss * off_policy_sequence_mask(
-            logprobs, behaviour, advantages, kept, threshold=config.off_policy_mask_threshold
-        )
-    loss = loss * high_entropy_mask(entropy, kept, quantile=config.top_entropy_quantile)
-    if config.kl_coef:
-        log_ratio = logprobs - old if config.unbiased_kl else None
-        kl = kl_penalty(
-            logprobs, padded(sequences, "ref"), config.kl_kind, clamp=config.kl_clamp, log_ratio=log_ratio
-        )
-        loss = loss + config.kl_coef * torch.where(kept, kl, 0)
-    loss = loss + config.log_ratio_coef * torch.where(kept, (logprobs - old) ** 2, 0)
-    loss = loss - config.entropy_coef * torch.where(kept, entropy, 0)
-    if objective.has_critic:
-        value_losses, _ = value_loss(values, returns, values.detach(), kept, clip=config.critic_clip)
-        loss = loss + (config.critic_coef if critic is None else 1.0) * value_losses
-    groups = torch.tensor([s["group"] for s in sequences])
-    total = aggregate_loss(loss, kept, config.loss_aggregation, group_ids=groups, scale=SCALE)
-    if config.observation_coef:
-        total = total + config.observation_coef * mean_cross_entropy_of_observations(logprobs, sequences)
-    total.backward()
-    parameters = dict(policy.named_parameters())
-    if critic is not None:
-        trained = [(name, p) for name, p in critic.named_parameters() if p.requires_grad]
-        parameters |= {f"critic.{name}": parameter for name, parameter in trained}
-    return {name: torch.zeros_like(p) if p.grad is None else p.grad for name, p in parameters.items()}
-
-
-def reference_advantages(config, settings, sequences, rewards, values, mask):
-    """Advantages and returns of a critic's estimator, computed once for the whole padded batch."""
-    if "times" in sequences[0]:
-        raw, returns = gae_in_time(sequences, rewards, values, mask, settings)
-        pool = raw[mask]
-        return torch.where(mask, (raw - pool.mean()) / (pool.var() + 1e-8).sqrt(), 0), returns
-    discounts = {name: value for name, value in settings.items() if name != "whiten"}
-    _, returns = config.estimator.critic_returns(rewards, values, mask, **discounts)
-    estimator = ADVANTAGE_ESTIMATORS[config.advantage_estimator]
-    one_group = torch.zeros(len(sequences), dtype=torch.int64)
-    return estimator(rewards, mask, one_group, values=values, **settings), returns
-
-
 @pytest.mark.slow  # the gradients of the fast tests are those of test_gradient_exactness.py
 @pytest.mark.parametrize(
     "case", [case for case in CASES if not case.startswith("clip_cov")]
 )  # whose random choice goes by the token's own number, which a padded batch does not know
 def test_two_ranks_with_any_packing_give_the_gradient_of_one_padded_pass(two_ranks, case):
+    objective = objective_of(case)
+    critic = plain_in_float64(own_critic()) if objective.config.critic_model else None
     sequences = minibatch(list(CASES).index(case), case)
-    expected = reference_gradients(case, sequences)
+    policy = plain_in_float64(policy_of(objective))
+    expected = padded_step_gradients(objective, policy, sequences, critic)
     overall, worst = relative_error(two_ranks[case][1], expected)
-    assert overall < 2e-5 and worst < 2e-5
+    assert overall < TOLERANCE and worst < TOLERANCE
 
 
 @pytest.mark.slow
@@ -351,7 +205,7 @@ def test_two_ranks_with_any_packing_give_the_gradient_of_one_padded_pass(two_ran
 def test_a_random_choice_of_tokens_does_not_depend_on_ranks_and_packing(two_ranks, ranks, case):
     metrics, gradients = step_gradients(ranks, case, [pack(minibatch(list(CASES).index(case), case))])
     overall, worst = relative_error(two_ranks[case][1], gradients)
-    assert overall < 2e-5 and worst < 2e-5
+    assert overall < TOLERANCE and worst < TOLERANCE
     if case == "clip_cov takes more":
         assert metrics["selected_frac"] > 0.03
 
