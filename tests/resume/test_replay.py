@@ -20,12 +20,14 @@ from async_grpo.config.base_weights import base_digest
 from async_grpo.config.lora import lora_settings
 from async_grpo.config.run import write_params
 from async_grpo.errors import ConfigurationError
+from async_grpo.inference.logprob_worker import LogprobWorker
 from async_grpo.launch.export import ExportConfig, export
 from async_grpo.launch.replay import ReplayConfig, replay
 from async_grpo.metrics.writer import METRICS_FILE, PARAMS_FILE
 from async_grpo.modeling.flow.folder import read_flow_folder
 from async_grpo.testing import FakeVerification
 from async_grpo.training.checkpoint_folder import checkpoints_of, read
+from async_grpo.types import REFERENCE
 
 
 @pytest.fixture(scope="module", params=["grpo", "clip_cov"])
@@ -220,6 +222,57 @@ def test_several_passes_are_replayed_bit_for_bit(tmp_path):
         assert same(found, weights_of((folder, chain))) and [line["step"] for line in lines] == [
             *range(5, 13)
         ]
+
+
+def replayed_chain(chain, target):
+    """(weights of the run, weights of its replay, lines of its replay)."""
+    folder = chain.config.output_path
+    settings = json.loads(json.dumps(asdict(chain.settings)))
+    write_params(folder / PARAMS_FILE, replace(chain.config, reward_fns="countdown"), {"settings": settings})
+    replay_weights, lines = replayed((folder, chain), target, critic_model=chain.config.critic_model)
+    return weights_of((folder, chain)), replay_weights, lines
+
+
+def test_a_reference_that_moves_is_replayed_bit_for_bit_over_several_passes(tmp_path):
+    """The samples bring the log-probs of the reference, so the replay needs no worker for it."""
+    config = chain_config(
+        record=True,
+        kl_coef=0.5,
+        unbiased_kl=True,
+        ref_update_steps=2,
+        ref_mix=1.0,
+        ref_reset_optimizer=True,
+        passes_per_batch=2,
+        max_staleness=3,
+        old_policy="current",
+        log_ratio_coef=0.1,
+        top_entropy_quantile=0.5,
+    )
+    chain = Chain(tmp_path / "run", config=config, logprob_roles=(REFERENCE,), moves_reference=True)
+    chain.join("r0", LogprobWorker, REFERENCE)
+    chain.train()
+    trained, found, lines = replayed_chain(chain, tmp_path / "again")
+    assert same(found, trained)
+    assert max(line["avg_kl_div"] for line in lines) > 1e-6
+    assert [line["avg_kl_div"] for line in lines] == [line["avg_kl_div"] for line in chain.lines]
+
+
+def test_a_critic_of_its_own_with_one_sample_per_question_is_replayed_bit_for_bit(tmp_path):
+    config = chain_config(
+        record=True,
+        samples_per_question=1,
+        batch_size=8,
+        advantage_estimator="decoupled_gae",
+        critic_model="same",
+        critic_warmup_steps=1,
+        critic_learning_rate=1e-3,
+    )
+    chain = Chain(tmp_path / "run", config=config)
+    chain.train()
+    trained, found, lines = replayed_chain(chain, tmp_path / "again")
+    assert same(found, trained)
+    assert [line["value_loss"] for line in lines] == [line["value_loss"] for line in chain.lines]
+    assert [line["grad_norm"] > 0 for line in lines] == [False, True, True]
 
 
 @NEEDS_DIFFUSERS
