@@ -143,6 +143,11 @@ class TrajectoryClient:
         self._session = Session(member)
         self._started_at = time.monotonic()
 
+    @property
+    def reads_images(self) -> bool:
+        """Return whether the conversation may have images."""
+        return self._images is not None
+
     async def complete(
         self,
         context: Context | SharedContext,

@@ -1,13 +1,17 @@
 """Images that environments and agents send: read by the engine, trained on, bounded, and removed with their group."""
 
 import hashlib
+import itertools
 import json
 import random
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 
 import aiohttp
 import numpy as np
+import openai
 import pytest
 from chat_templates import Talkative
 from PIL import Image
@@ -253,24 +257,30 @@ def test_a_checkpoint_has_the_images_of_turns(chat, files, tmp_path):
     assert not any(Path(image.path).exists() for image in images_of(sample))
 
 
-def ask_endpoint(chat: Chat, body: bytes) -> tuple[int, dict]:
-    """Send a chat request to an endpoint of this chat, and return (status, answer)."""
+@asynccontextmanager
+async def serving(chat: Chat) -> AsyncIterator[tuple[Policy, TrajectoryClient, openai.AsyncOpenAI]]:
+    """Open an endpoint of this chat with one trajectory, and yield its policy and clients."""
+    endpoint = AgentEndpoint()
+    await endpoint.start()
+    policy = Policy(chat)
+    prompt = Prompt(0, np.empty(0, np.int32), {"input": "row"}, 0)
+    trajectory = TrajectoryClient(policy, TrajectoryRecorder(chat), prompt, 0, LIMITS)
+    key, _ = endpoint.open(trajectory)
+    try:
+        async with openai.AsyncOpenAI(base_url=endpoint.base_url, api_key=key, max_retries=0) as client:
+            yield policy, trajectory, client
+    finally:
+        await endpoint.close()
+
+
+def ask_endpoint(chat: Chat, body: bytes, path: str = "chat/completions") -> tuple[int, dict]:
+    """Send a request to an endpoint of this chat, and return (status, answer)."""
 
     async def story():
-        endpoint = AgentEndpoint()
-        await endpoint.start()
-        prompt = Prompt(0, np.empty(0, np.int32), {"input": "row"}, 0)
-        policy = TrajectoryClient(Policy(chat), TrajectoryRecorder(chat), prompt, 0, LIMITS)
-        key, _ = endpoint.open(policy)
-        headers = {"Authorization": f"Bearer {key}"}
-        try:
-            async with (
-                aiohttp.ClientSession() as session,
-                session.post(f"{endpoint.base_url}/chat/completions", data=body, headers=headers) as answer,
-            ):
+        async with serving(chat) as (_, _, client), aiohttp.ClientSession() as session:
+            headers = {"Authorization": f"Bearer {client.api_key}"}
+            async with session.post(f"{client.base_url}{path}", data=body, headers=headers) as answer:
                 return answer.status, await answer.json()
-        finally:
-            await endpoint.close()
 
     return run(story())
 
@@ -291,4 +301,88 @@ def test_the_endpoint_takes_data_urls_and_refuses_remote_addresses(chat, tmp_pat
     status, answer = ask_endpoint(chat, b" " * (MAX_BYTES_WITH_IMAGES + 1))
     assert status == 413 and "at most 33554432 are allowed" in answer["error"]["message"]
     status, answer = ask_endpoint(Chat(TOKENIZER), json.dumps({"messages": [shows(url_of(1))]}).encode())
+    assert status == 400 and "the model reads texts only" in answer["error"]["message"]
+
+
+def input_image(seed: int) -> dict:
+    return {"type": "input_image", "image_url": url_of(seed), "detail": "low"}
+
+
+def test_the_responses_api_takes_images_and_continues_them_by_id_or_in_full(chat):
+    async def story():
+        async with serving(chat) as (policy, trajectory, client):
+            create = client.responses.create
+            question = {"role": "user", "content": [input_image(1), {"type": "input_text", "text": "What?"}]}
+            first = await create(model="policy", input=[question])
+            assert first.output_text == "ok"
+            more = {"role": "user", "content": [{"type": "input_text", "text": "And?"}, input_image(2)]}
+            second = await create(model="policy", input=[more], previous_response_id=first.id)
+            await create(model="policy", input=[question, *first.output, more, *second.output, question])
+            digests = [[image.digest for image in prompt.images] for prompt in policy.prompts]
+            assert digests == [
+                [digest_of(1)],
+                [digest_of(1), digest_of(2)],
+                [digest_of(1), digest_of(2), digest_of(1)],
+            ]
+            # Each turn continues the tokens before it, and images stand where the messages have them
+            for earlier, later in itertools.pairwise(policy.prompts):
+                assert np.array_equal(later.token_ids[: len(earlier.token_ids)], earlier.token_ids)
+            text = TOKENIZER.decode(policy.prompts[1].token_ids)
+            assert text.index("<|image_pad|>") < text.index("What?")
+            assert text.index("And?") < text.rindex("<|image_pad|>")
+            assert trajectory.recorder.num_rewritten == 0
+
+    run(story())
+
+
+def test_both_apis_make_the_same_prompt_of_the_same_images(chat):
+    async def story():
+        async with serving(chat) as (policy, _, client):
+            await client.chat.completions.create(model="policy", messages=[shows(url_of(1), text="What?")])
+            parts = [input_image(1), {"type": "input_text", "text": "What?"}]
+            await client.responses.create(model="policy", input=[{"role": "user", "content": parts}])
+            by_chat, by_responses = policy.prompts
+            assert np.array_equal(by_chat.token_ids, by_responses.token_ids)
+            assert by_chat.images == by_responses.images
+
+    run(story())
+
+
+def test_the_responses_api_takes_photos_as_large_as_chat_completions_does(chat):
+    address = data_url(encoded(picture(1, 28 * 12, 28 * 12)), "image/png")
+    assert len(address) > max_body_bytes(LIMITS.tokens)
+    content = [{"type": "input_image", "image_url": address}]
+    body = json.dumps({"input": [{"role": "user", "content": content}]}).encode()
+    status, answer = ask_endpoint(chat, body, "responses")
+    assert status == 200 and answer["usage"]["input_tokens"] > 144
+
+
+@pytest.mark.parametrize(
+    ("item", "reason"),
+    [
+        ({"content": [{"type": "input_image", "image_url": "https://example.com/a.png"}]}, "is no data URL"),
+        ({"content": [{"type": "input_image", "image_url": "/etc/passwd"}]}, "is no data URL"),
+        (
+            {"content": [{"type": "input_image", "file_id": "file-1"}]},
+            "input.0.content.0.file_id: no files are stored here: send the image as a data URL in image_url",
+        ),
+        ({"content": [{"type": "input_image"}]}, "input.0.content.0.image_url: Field required"),
+        ({"content": [{"type": "input_file", "file_id": "a"}]}, "the type 'input_file' is not supported"),
+        ({"role": "developer", "content": [input_image(1)]}, "only messages of the user may have images"),
+        ({"role": "assistant", "content": [input_image(1)]}, "only messages of the user may have images"),
+        (
+            {"type": "function_call_output", "call_id": "a", "output": [input_image(1)]},
+            "the role 'tool' has an image, and only messages of the user may have images",
+        ),
+    ],
+)
+def test_the_responses_api_refuses_images_that_it_cannot_read_by_name(chat, item, reason):
+    item = item if "type" in item else {"role": "user", **item}
+    status, answer = ask_endpoint(chat, json.dumps({"input": [item]}).encode(), "responses")
+    assert status == 400 and reason in answer["error"]["message"], answer
+
+
+def test_a_model_of_texts_refuses_images_of_the_responses_api():
+    body = json.dumps({"input": [{"role": "user", "content": [input_image(1)]}]}).encode()
+    status, answer = ask_endpoint(Chat(TOKENIZER), body, "responses")
     assert status == 400 and "the model reads texts only" in answer["error"]["message"]

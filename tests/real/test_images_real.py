@@ -15,9 +15,11 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import closing
+from functools import partial
 from pathlib import Path
 
 import numpy as np
+import openai
 import pytest
 import torch
 from engine_thread import EngineThread
@@ -31,6 +33,7 @@ from async_grpo.data.smollm2 import cache_folder
 from async_grpo.environments.chat import Chat
 from async_grpo.environments.config import TrajectoryLimits
 from async_grpo.environments.images import ConversationImages
+from async_grpo.environments.openai_server.endpoint import AgentEndpoint
 from async_grpo.environments.played import Played
 from async_grpo.errors import ImagesDiffer
 from async_grpo.experience.packing import allowed_tokens_of
@@ -57,6 +60,7 @@ else:
 pytestmark = [pytest.mark.real]
 needs_torchvision = pytest.mark.skipif(not HAS_TORCHVISION, reason="vLLM reads images with torchvision")
 SEEDS = itertools.count()
+VERSIONS = itertools.count(5)  # of the weights, after those of the tests above
 # The fake engine takes a tenth of a second for a step: the run must not be over before it can be ended
 STEPS = 4 if HAS_TORCHVISION else 60
 
@@ -251,19 +255,42 @@ def shown(seed: int):
     return {"role": "user", "content": parts}
 
 
+async def asks_the_responses_api(prompt, policy):
+    """Send an image to the endpoint as OpenAI's client does, and continue the stored answer with another one."""
+    endpoint = AgentEndpoint()
+    await endpoint.start()
+    key, _ = endpoint.open(policy)
+    try:
+        async with openai.AsyncOpenAI(base_url=endpoint.base_url, api_key=key, max_retries=0) as client:
+            ask = partial(client.responses.create, model="policy", max_output_tokens=6)
+            first = await ask(input=[input_shown(1)])
+            await ask(input=[input_shown(2)], previous_response_id=first.id)
+    finally:
+        await endpoint.close()
+    return policy.trajectory(1.0)
+
+
+def input_shown(seed: int):
+    """A message with an image, as the Responses API has it."""
+    address = data_url(encoded(seeded_picture(seed)), "image/png")
+    parts = [{"type": "input_image", "image_url": address}, {"type": "input_text", "text": "This?"}]
+    return {"role": "user", "content": parts}
+
+
 @needs_torchvision
-def test_images_of_an_environment_are_read_and_trained_on_alike(engine, kind, folder, tmp_path):
+@pytest.mark.parametrize("program", [looks_twice, asks_the_responses_api])
+def test_images_of_an_environment_are_read_and_trained_on_alike(engine, kind, folder, tmp_path, program):
     policy = PolicyModel(load_causal_lm(folder, "float32")).eval()
     policy.image_reader = ImageReader.load(folder, load_config(folder))
     tensors = {name: weight.detach().contiguous() for name, weight in named_weights(policy)}
-    engine.run(engine.worker.update(5, [memoryview(save(tensors))]))
+    engine.run(engine.worker.update(next(VERSIONS), [memoryview(save(tensors))]))
     files = RunImages([], frozenset())
     placeholder = engine.worker.settings.image_token_id
     images = ConversationImages(policy.image_reader, placeholder, 3, tmp_path / "images", files)
     chat = Chat(vision_tokenizer(), images=images)
     limits = TrajectoryLimits(turns=9, tokens=400, turn_tokens=None, seconds=200, vocabulary=300)
     generation = EngineGeneration(engine)
-    playing = Played(generation, looks_twice, chat, limits)
+    playing = Played(generation, program, chat, limits)
     prompt = Prompt(0, np.array([5], np.int32), {"input": "ab"}, 0)
 
     async def play() -> list[Completion]:

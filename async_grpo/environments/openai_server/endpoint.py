@@ -253,8 +253,8 @@ class AgentEndpoint:
         return True
 
     async def _chat(self, request: web.Request) -> web.StreamResponse:
-        has_images = request[TRAJECTORY].policy.recorder.chat.images is not None
-        body = await read_body(request, _context_tokens(request), has_images=has_images)
+        reads_images = request[TRAJECTORY].policy.reads_images
+        body = await read_body(request, _context_tokens(request), has_images=reads_images)
         chat_request, messages, ignored = await offloaded(len(body), _chat_request_of, body)
         request[TRAJECTORY].policy.ignored_fields.update(ignored)
         tools = None if chat_request.tool_choice == "none" else chat_request.tools

@@ -31,7 +31,7 @@ class Trajectory:
 
     def __init__(self, policy: TrajectoryClient) -> None:
         self.policy = policy
-        self.responses = StoredResponses(policy.limits.tokens)
+        self.responses = StoredResponses(policy.limits.tokens, has_images=policy.reads_images)
         self.result: Result | None = None
         self.claimed = asyncio.Event()
         self.reported = asyncio.Event()

@@ -12,7 +12,7 @@ from async_grpo.environments.openai_server.unsupported_fields import HINTS, UNSU
 MAX_FAULT_CHARACTERS = 300
 MAX_FAULTS = 16  # faults in one description
 # Parts of the places of errors that pydantic adds, because a value may have one of several types
-_TYPES = ("str", "constrained-str", "NamedTool", "ChosenFunction")
+_TYPES = ("str", "constrained-str", "NamedTool", "ChosenFunction", "input_text", "output_text", "input_image")
 _ITEM_TYPES = ("message", "function_call", "function_call_output", "reasoning", "item_reference")
 _TYPE_BEGINNINGS = ("list[", "dict[", "literal[")
 

@@ -32,7 +32,7 @@ async def answer_responses_request(request: web.Request, trajectory: Trajectory)
         ConfigurationError: The request refers to an answer that is not stored, or the chat template refuses it.
     """
     policy = trajectory.policy
-    body = await read_body(request, policy.limits.tokens)
+    body = await read_body(request, policy.limits.tokens, has_images=policy.reads_images)
     parsed, ignored = await offloaded(len(body), _parsed, body)
     policy.ignored_fields.update(ignored)
     conversation = await offloaded(len(body), trajectory.responses.conversation, parsed)

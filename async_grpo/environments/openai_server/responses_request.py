@@ -5,7 +5,7 @@ each of its calls. They are put together into one message again, because the rec
 messages.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, Discriminator, Field, Tag
@@ -18,6 +18,7 @@ from async_grpo.environments.openai_server.openai_api import (
     MODEL,
     refuse_hosted,
 )
+from async_grpo.environments.openai_server.responses_content import InputContent, chat_content
 from async_grpo.environments.typed_output import (
     MAX_DESCRIPTION_CHARACTERS,
     FunctionName,
@@ -46,21 +47,11 @@ MetadataKey = Annotated[str, Field(max_length=MAX_METADATA_KEY_CHARACTERS)]
 MetadataValue = Annotated[str, Field(max_length=MAX_METADATA_VALUE_CHARACTERS)]
 
 
-class InputPart(BaseModel):
-    """A text part of a message or of a tool's answer. Other parts, such as images, are refused."""
-
-    type: Literal["input_text", "output_text"]
-    text: str
-
-
-InputText = str | Annotated[list[InputPart], Field(max_length=MAX_PARTS, fail_fast=True)]
-
-
 class MessageItem(BaseModel):
     """A message of the user, of the developer, or of the policy."""
 
     role: Literal["user", "assistant", "system", "developer"]
-    content: InputText
+    content: InputContent
 
 
 class CallItem(BaseModel):
@@ -76,7 +67,7 @@ class CallOutputItem(BaseModel):
     """The answer of a tool."""
 
     call_id: Name
-    output: InputText
+    output: InputContent
 
 
 class ThoughtPart(BaseModel):
@@ -272,9 +263,9 @@ class _Conversation:
             self._add_output(item)
         elif isinstance(item, MessageItem) and item.role == "assistant":
             message = self._open_turn(unless=("content", "tool_calls"))
-            message["content"] = _joined(item.content)
+            message["content"] = chat_content(item.content)
         elif isinstance(item, MessageItem):
-            self.messages.append({"role": item.role, "content": _joined(item.content)})
+            self.messages.append({"role": item.role, "content": chat_content(item.content)})
             self._is_turn_open = False
 
     def _open_turn(self, unless: Sequence[str] = ()) -> dict[str, Any]:
@@ -294,7 +285,7 @@ class _Conversation:
         self._is_turn_open = False
         # Some clients send thoughts back without their text. The policy's turn is recognized without it
         if item.content is not None:
-            self._open_turn()["reasoning_content"] = _joined(item.content)
+            self._open_turn()["reasoning_content"] = "".join(part.text for part in item.content)
 
     def _add_call(self, item: CallItem) -> None:
         turn_id = turn_of_call(item.id)
@@ -311,7 +302,7 @@ class _Conversation:
         self._tool_names[item.call_id] = item.name
 
     def _add_output(self, item: CallOutputItem) -> None:
-        message = {"role": "tool", "tool_call_id": item.call_id, "content": _joined(item.output)}
+        message = {"role": "tool", "tool_call_id": item.call_id, "content": chat_content(item.output)}
         # Some chat templates write the name of the tool
         if item.call_id in self._tool_names:
             message["name"] = self._tool_names[item.call_id]
@@ -340,7 +331,3 @@ def _names_of_calls(messages: Sequence[Mapping[str, Any]]) -> dict[str, str]:
         for call in message.get("tool_calls") or ():
             names[call["id"]] = call["function"]["name"]
     return names
-
-
-def _joined(text: str | Iterable[InputPart | ThoughtPart]) -> str:
-    return text if isinstance(text, str) else "".join(part.text for part in text)

@@ -58,10 +58,11 @@ class StoredResponses:
     Args:
         context_tokens: Maximum length of a sequence, in tokens. A conversation that is continued by several requests may
             be as large as one that a single request contains.
+        has_images: Whether the conversation may have images.
     """
 
-    def __init__(self, context_tokens: int) -> None:
-        self._max_bytes = max_body_bytes(context_tokens)
+    def __init__(self, context_tokens: int, *, has_images: bool = False) -> None:
+        self._max_bytes = max_body_bytes(context_tokens, has_images=has_images)
         self._responses: dict[str, StoredResponse] = {}  # from the oldest to the newest
         self._num_bytes = 0
 
@@ -177,7 +178,13 @@ class StoredResponses:
 
 def _num_bytes(message: Mapping[str, Any]) -> int:
     """Return the size of a message, with an allowance for the fields around its texts."""
-    texts = [message.get("content"), message.get("reasoning_content")]
+    texts = [message.get("reasoning_content")]
+    content = message.get("content")
+    if isinstance(content, list):
+        # The parts are texts, and images as data URLs
+        texts += [part["text"] if part["type"] == "text" else part["image_url"]["url"] for part in content]
+    else:
+        texts.append(content)
     for call in message.get("tool_calls") or ():
         texts += [call["id"], call["function"]["name"], call["function"]["arguments"]]
     num_text_bytes = sum(len(text.encode(errors="replace")) for text in texts if text)

@@ -74,7 +74,8 @@ HINTS = {
 RESPONSES_HINTS = HINTS | {
     "input": "a text, or a list of items of the types message, function_call, function_call_output, reasoning and "
     "item_reference",
-    "content": "a text, or a list of parts {'type': 'input_text', 'text': ...}; images, audio and files are not supported",
+    "content": "a text, or a list of parts {'type': 'input_text', 'text': ...} or {'type': 'input_image', 'image_url': "
+    "'data:image/png;base64,...'}; audio and files are not supported",
     "output": "a text, or a list of parts {'type': 'input_text', 'text': ...}",
     "tools": "only functions of the agent, {'type': 'function', 'name': ...}; tools of OpenAI's server are "
     "not supported",

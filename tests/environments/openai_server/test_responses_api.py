@@ -253,7 +253,7 @@ async def refusal(server: Server, body: dict, key: int = 0) -> dict:
         ({"input": []}, ["input: List should have at least 1 item"]),
         ({"input": [3]}, ["input.0: "]),
         ({"input": [{"role": "robot", "content": "a"}]}, ["input.0.role"]),
-        ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, ["input.0.content", "images"]),
+        ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, ["content.0.image_url: Field required"]),
         ({"input": [{"type": "web_search_call"}]}, ["input.0: the type 'web_search_call' is not supported"]),
         ({"input": [{"type": "function_call", "name": "a", "arguments": "{}"}]}, ["input.0.call_id"]),
         ({"input": "a", "tools": [{"type": "web_search"}]}, ["tools.0.type: the tool 'web_search' does not exist"]),
