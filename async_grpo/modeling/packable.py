@@ -34,6 +34,8 @@ ROPE_TYPES = ("default", *ROPE_INIT_FUNCTIONS, "su")
 ROPE_NUMBERS = ("rope_theta", "factor")
 # Values of `model_type` of models that cut an image into several tiles
 TILED_IMAGE_MODELS = ("idefics3", "smolvlm")
+# Values of `model_type` of models in which the tokens of an image attend to each other in both directions
+BIDIRECTIONAL_IMAGE_MODELS = ("gemma3",)
 WINDOWED_LAYER = "sliding_attention"  # value in `layer_types` for a layer with a sliding window
 
 
@@ -65,6 +67,12 @@ def check_packable_configuration(config: PreTrainedConfig) -> None:
             f"models of the type {config.model_type!r} cut an image into tiles, with a different text around each, and the "
             f"prompts of this library have one run of tokens for each image: give a model of the types "
             f"{', '.join(IMAGE_MODEL_TYPES)}"
+        )
+    if config.model_type in BIDIRECTIONAL_IMAGE_MODELS:
+        raise ConfigurationError(
+            f"in models of the type {config.model_type!r}, the tokens of an image attend to each other in both directions, "
+            f"and packed attention is causal: give a model of the types {', '.join(IMAGE_MODEL_TYPES)}, or for texts alone "
+            "the folder of its language model"
         )
     if type(config) not in mapping:
         raise ConfigurationError(

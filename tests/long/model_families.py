@@ -88,6 +88,7 @@ REASONS = {  # what a refusal says, and what the table says
     "s_aux": "has attention sinks",
     "ndices": "has a sparse attention",
     "packed attention sees": "has layers with a window, a recurrence or a convolution",
+    "attend to each other in both directions": "the tokens of an image attend to each other in both directions",
     "packed row": "its layers, or its body without the head, cannot compute a packed row",
     "plain linear head": "has a factor on its logits that its configuration cannot take away",
     "its head are not": "its head is more than a linear layer, or it mixes the tokens of a row",

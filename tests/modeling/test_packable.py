@@ -7,6 +7,7 @@ import torch
 from tiny_policy import VOCAB, tiny_model
 from transformers import (
     AutoModelForCausalLM,
+    Gemma3Config,
     GPT2Config,
     Idefics3Config,
     LlamaConfig,
@@ -74,6 +75,18 @@ def test_randomness_that_is_no_dropout_module_is_refused_by_its_name_and_really_
 @pytest.mark.parametrize("config", [SmolVLMConfig(), Idefics3Config()], ids=["smolvlm", "idefics3"])
 def test_models_that_cut_images_into_tiles_are_refused_with_the_reason(config):
     with pytest.raises(ConfigurationError, match=f"{config.model_type}' cut an image into tiles"):
+        check_packable_configuration(config)
+
+
+@pytest.mark.parametrize("windows", [True, False])
+def test_a_gemma_3_that_reads_images_is_refused_with_the_reason(windows):
+    config = Gemma3Config()
+    if not windows:
+        config.text_config.sliding_window = None
+        config.text_config.layer_types = ["full_attention"] * config.text_config.num_hidden_layers
+    with pytest.raises(
+        ConfigurationError, match="'gemma3', the tokens of an image attend to each other in both directions"
+    ):
         check_packable_configuration(config)
 
 
