@@ -6,7 +6,8 @@ from collections.abc import Collection, Mapping, Sequence
 from async_grpo.weights.read_back import place_of
 
 log = logging.getLogger(__name__)
-# For each process of the engine, two tables place -> fingerprint: for the weights in use, and for the received weights
+# For each process of the engine, two tables place -> fingerprint: for the weights in use, and for the received weights. The
+# second one lacks places that have received nothing
 FingerprintsOfProcesses = Sequence[tuple[Mapping[str, int], Mapping[str, int]]]
 
 
@@ -15,20 +16,20 @@ class ReadBack:
 
     A place is the name of a module, whose weights share one fingerprint (see `weights.read_back.place_of`), or the name
     of a tied head's tensor. Some places cannot be read, such as quantized layers and packed experts. They are found at
-    the first update. It sends the weights that the engine already has, so all fingerprints should be equal afterwards.
-    A place whose fingerprints differ counts as unreadable, and is ignored from then on.
+    the first update that brings them weights: their fingerprints differ after it. They count as unreadable, and are
+    ignored from then on. The first update may bring only some of the layers (see `weights.self_test.groups_within`), so
+    each place has a first update of its own.
 
     If an engine applies an adapter, every tensor of the adapter is a separate place, and is never ignored. A place of
     the base model must keep the fingerprint that it had in `begin` until it receives weights.
     """
 
     def __init__(self) -> None:
-        self._readable: set[str] | None = None  # None before the first update
         self._unreadable: set[str] = set()
         self._not_in_use: set[str] = set()  # readable places that differ after the last update
         # Place -> fingerprint at the start of an engine with an adapter; empty for an engine that receives all weights
         self._at_start: dict[str, int] = {}
-        self._received_once: set[str] = set()  # places of the base that have received weights
+        self._received_once: set[str] = set()  # places of the model that have received weights
         self._adapter: set[str] = set()  # names of the adapter's tensors, which are also places
         # Names of the adapter's tensors that differ after the last update
         self._adapter_not_in_use: set[str] = set()
@@ -37,25 +38,26 @@ class ReadBack:
         """Record the weights with which an engine starts, if it will apply an adapter to them."""
         places = processes[0][0].keys()
         self._at_start = {place: _sum_of_used(processes, place) for place in places}
-        self._readable = set(places)
 
     def compare(self, processes: FingerprintsOfProcesses) -> None:
         """Compare fingerprints after an update, and record for `is_in_use` the places at which they differ."""
-        _, arrived = processes[0]
+        used, arrived = processes[0]
         differing = set()
-        places_with_weights = {place for place, fingerprint in arrived.items() if fingerprint}
-        for place, fingerprint in arrived.items():
-            # If the place has received nothing, its fingerprint is 0, and it must have its value from the start
-            expected = fingerprint or self._at_start.get(place, 0)
-            if _sum_of_used(processes, place) != expected:
+        for place in used:
+            # A place that has received nothing must have its value from the start. None: that value is not known
+            expected = arrived.get(place, self._at_start.get(place))
+            if expected is not None and _sum_of_used(processes, place) != expected:
                 differing.add(place)
-        if self._readable is None:
-            self._readable = arrived.keys() - differing
-            self._unreadable = differing
-            log.info("%d of %d places of the weights can be read back", len(self._readable), len(arrived))
-        elif self._at_start:
-            self._unreadable |= differing & (places_with_weights - self._received_once)
-        self._received_once |= places_with_weights
+        first_received = arrived.keys() - self._received_once
+        self._unreadable |= differing & first_received
+        self._received_once |= first_received
+        if first_received:
+            log.info(
+                "%d of %d places that have received weights can be read back; %d places have received none",
+                len(self._received_once - self._unreadable),
+                len(self._received_once),
+                len(used.keys() - self._received_once),
+            )
         self._not_in_use = differing - self._unreadable
 
     def compare_adapter(self, processes: FingerprintsOfProcesses) -> None:
@@ -76,8 +78,8 @@ class ReadBack:
         if tensor_name in self._adapter:
             return True
         places = {tensor_name, place_of(tensor_name)}
-        readable = self._readable or set()
-        return self._unreadable.isdisjoint(places) and not readable.isdisjoint(places)
+        compared_places = self._received_once | self._at_start.keys()
+        return self._unreadable.isdisjoint(places) and not compared_places.isdisjoint(places)
 
     def not_in_use(self, apart_from: Collection[str]) -> set[str]:
         """Return the places that differ, except the places of the named tensors."""

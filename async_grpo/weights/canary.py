@@ -2,9 +2,11 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Self
+from typing import Any, Self
 
 import numpy as np
+
+from async_grpo.errors import WeightsDidNotLand
 
 # Lengths in tokens of the canary's texts, limited by the model's context. Long texts reveal errors at late positions.
 # Longer texts would need too much memory, because an engine has the logits of all tokens of a text in memory at once
@@ -22,6 +24,22 @@ class Canary:
     # only rank 0 knows, because only rank 0 talks to the engines: all other ranks pass zeros. The default, `list`, is
     # for a single rank and returns the numbers unchanged
     max_over_ranks: Callable[[list[float]], list[float]] = list
+
+    def expected(self, model: Any) -> np.ndarray:
+        """Return the log-probs (N,) that the trainer's model computes for all texts. A collective.
+
+        Raises:
+            WeightsDidNotLand: A log-prob is not a finite number, so the weights of the trainer are damaged.
+        """
+        logprobs = self.logprobs(model, *self.texts)
+        num_damaged = int((~np.isfinite(logprobs)).sum())
+        if num_damaged:
+            raise WeightsDidNotLand(
+                f"{num_damaged} of the {len(logprobs)} log-probs that the trainer itself computes for the canary are not "
+                "finite: its own weights are damaged, and no engine can be compared with it (grad_norm in the metrics says "
+                "since which step)"
+            )
+        return logprobs
 
     @staticmethod
     def text(

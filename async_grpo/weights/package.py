@@ -77,6 +77,19 @@ def record(tensor: torch.Tensor) -> TensorRecord:
     )
 
 
+def refuse_no_tensors(weights: Mapping[str, torch.Tensor]) -> None:
+    """Refuse to send nothing. Engines would answer with the weights that they hold, which would look like a proof.
+
+    Raises:
+        WeightsDidNotLand: There are no tensors.
+    """
+    if not weights:
+        raise WeightsDidNotLand(
+            "the policy has no tensors to send, so nothing would show which weights the engines compute with: its "
+            "function for named weights yields none"
+        )
+
+
 def split_into_chunks(
     weights: Mapping[str, torch.Tensor], chunk_bytes: int, dtype: torch.dtype
 ) -> list[dict[str, torch.Tensor]]:

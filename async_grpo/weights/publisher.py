@@ -31,6 +31,7 @@ from async_grpo.weights.package import (
     pack_weights,
     prove_landed,
     record,
+    refuse_no_tensors,
     split_into_chunks,
 )
 from async_grpo.weights.self_test import (
@@ -95,7 +96,7 @@ class Publisher:
 
         The weights must not change between this call and the first sync.
         """
-        expected = self._canary_logprobs(model)
+        expected = self.canary.expected(model)
         sensitivity = 0.0
         if self.config.canary_tolerance is None:
             sensitivity = self._sensitivity(model, expected, dict(self.named_weights(model)))
@@ -231,7 +232,7 @@ class Publisher:
         First compute what does not depend on the round before, and then wait for the end of that round: the tolerance
         depends on the differences in the first round.
         """
-        expected = self._canary_logprobs(model)
+        expected = self.canary.expected(model)
         if self.config.canary_tolerance is not None:
             wait_for_last_round()
             return self._package(SELF_TEST, expected, self.config.canary_tolerance)
@@ -249,7 +250,7 @@ class Publisher:
         """Return a package, still without tensors, with the trainer's canary log-probs and their tolerance."""
         if self._prepared is None and not self._has_proof:
             self.prepare(model)
-        expected, sensitivity = self._prepared or (self._canary_logprobs(model), 0.0)
+        expected, sensitivity = self._prepared or (self.canary.expected(model), 0.0)
         if self.config.canary_tolerance is not None:
             tolerance = self.config.canary_tolerance
         elif not self._has_proof:
@@ -277,15 +278,11 @@ class Publisher:
             for_late=self._for_late,
         )
 
-    def _canary_logprobs(self, model: nn.Module) -> np.ndarray:
-        """Return the log-probs (N,) that the trainer's model computes for the canary texts. A collective."""
-        return self.canary.logprobs(model, *self.canary.texts)
-
     def _sensitivity(
         self, model: nn.Module, expected: np.ndarray, weights: Mapping[str, torch.Tensor]
     ) -> float:
         """Return how much rounding changes the canary's log-probs under the model's current weights. A collective."""
-        return measure_sensitivity(lambda: self._canary_logprobs(model), expected, weights, self.wire_dtype)
+        return measure_sensitivity(lambda: self.canary.expected(model), expected, weights, self.wire_dtype)
 
     def _remember(self, differences: Differences) -> None:
         """Keep the differences of weights that passed the proof, for the comparison with later syncs."""
@@ -307,6 +304,8 @@ class Publisher:
             A function that delivers the weights, proves that they landed, and commits. It returns each worker's canary
             log-probs minus the trainer's, or {} on ranks that do not talk to the engines.
         """
+        if with_proof:
+            refuse_no_tensors(weights)
         deliver = self._send(draft, weights)
         engines = self.engines
 

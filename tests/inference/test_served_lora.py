@@ -96,11 +96,10 @@ def read_back() -> ReadBack:
 
 
 def compare(made: ReadBack, mlp: int = 5, used_b: int = 3) -> None:
-    arrived = {"model.layers.0.mlp": 0, "lm_head": 0}
     made.compare(
         [
-            ({"model.layers.0.mlp": mlp, "lm_head": 7}, arrived),
-            ({"model.layers.0.mlp": 2**64 - 1, "lm_head": 0}, arrived),
+            ({"model.layers.0.mlp": mlp, "lm_head": 7}, {}),
+            ({"model.layers.0.mlp": 2**64 - 1, "lm_head": 0}, {}),
         ]
     )
     received = {A: 11, B: 13}

@@ -258,3 +258,25 @@ def test_other_ranks_take_part_in_every_gathering_and_send_nothing(kind, monkeyp
     monkeypatch.setattr(NCCLPublisher, "make_engine", make_engine)
     assert publisher(None, kind=kind).publish(TwoLayers(), 0, self_test=True)()["canary_error"] == 0.0
     assert len(gathered) == 3 * 4  # unchanged, one changed group, version 0
+
+
+@pytest.mark.parametrize("self_test", [True, False])
+@pytest.mark.parametrize("tolerance", [None, 0.5])
+def test_a_package_without_tensors_is_no_proof(self_test, tolerance):
+    """The engine would answer with the weights that it was loaded with, which are the trainer's at the start."""
+    link = FakeLink()
+    sender = publisher(link, named=lambda model: iter(()), config=WeightConfig(canary_tolerance=tolerance))
+    with pytest.raises(WeightsDidNotLand, match="the policy has no tensors to send"):
+        sender.publish(TwoLayers(), 0, self_test=self_test)()
+    assert all(entry[:2] != ("commit", 0) for entry in link.log)
+
+
+def test_a_trainer_whose_own_log_probs_are_no_numbers_does_not_blame_its_engines():
+    link, model = FakeLink(), TwoLayers()
+    sender = publisher(link)
+    sender.publish(model, 0)()
+    with torch.no_grad():
+        model.first.bias[0] = float("nan")
+    with pytest.raises(WeightsDidNotLand, match="32 of the 32 log-probs that the trainer itself computes"):
+        sender.publish(model, 1)
+    assert all(entry[0] != "fence" for entry in link.log)

@@ -69,16 +69,17 @@ class WeightReceipts:
     def fingerprints(self) -> tuple[dict[str, int], dict[str, int]]:
         """Return the fingerprints of the weights in use in this process, and those of all received weights.
 
-        The keys of both are places, as in `fingerprints_in_use`. The fingerprint of a place that has received nothing is 0.
+        The keys of both are places, as in `fingerprints_in_use`. The second one lacks places that have received nothing. A
+        fingerprint of 0 says something else: the place has received zeros.
         """
         model = self.weight_transfer_engine.model
         fingerprints_received = getattr(self.weight_transfer_engine, "fingerprints", {})
         used = by_received_names(model, fingerprints_in_use(model), fingerprints_received)
-        received = dict.fromkeys(used, 0)
+        received: dict[str, int] = {}
         for name, value in fingerprints_received.items():
             # A tied head is fingerprinted under its full tensor name, all other weights under their module (`place_of`)
             for place in {name, place_of(name)} & used.keys():
-                received[place] = (received[place] + value) % 2**64
+                received[place] = (received.get(place, 0) + value) % 2**64
         return used, received
 
     def peak_gpu_bytes(self) -> int:
