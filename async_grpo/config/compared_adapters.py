@@ -5,6 +5,7 @@ the scale 1, and all layers for which any of them has an adapter. They compute t
 of B that are zero add nothing, and s B A is (s B) A.
 """
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -39,7 +40,7 @@ def adapter_folders(adapters: str) -> dict[str, Path]:
         ]
     else:
         folder = Path(adapters).expanduser()
-        paths = [folder] if _holds_adapter(folder) else sorted(folder.glob("*"), key=_by_number)
+        paths = [folder] if _holds_adapter(folder) else sorted(folder.glob("*"), key=_natural_order)
         pairs = [(path.name, path) for path in paths if _holds_adapter(path)]
         refuse(not pairs, f"--lora-adapters {folder}: neither this folder nor one inside it holds an adapter")
     folders = dict(pairs)
@@ -62,10 +63,14 @@ def _holds_adapter(folder: Path) -> bool:
     return (folder / ADAPTER_CONFIG_FILE).is_file()
 
 
-def _by_number(path: Path) -> tuple[int, str]:
-    """Return a sort key by which "samples_960" comes before "samples_1920"."""
-    digits = "".join(character for character in path.name if character in "0123456789")
-    return int(digits or 0), path.name
+def _natural_order(path: Path) -> tuple[list[str], list[int], str]:
+    """Return a sort key by which "samples_960" comes before "samples_1920", and "b_1" after "a_2".
+
+    The words of the names are compared first, then their numbers from left to right, then the names.
+    """
+    words = re.split("[0-9]+", path.name)
+    numbers = [int(digits) for digits in re.findall("[0-9]+", path.name)]
+    return words, numbers, path.name
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ from pathlib import Path
 from async_grpo.metrics.lines import metrics_lines
 from async_grpo.metrics.writer import EVAL_FILE
 from async_grpo.options.fields import is_number
-from async_grpo.training.checkpoint_folder import checkpoints_of
+from async_grpo.training.checkpoint_folder import checkpoints_of, step_and_save
 
 MOST_EVALUATIONS = 1_000_000  # maximum number of lines that are read, from the end of EVAL_FILE
 
@@ -25,7 +25,7 @@ def keep_best(output_dir: Path, file: str, is_evaluated: Callable[[int], bool]) 
     """
     # Oldest first: if a step was saved twice, the dict keeps the newer folder
     folders = reversed(checkpoints_of(output_dir))
-    names_by_step = {int(folder.stem.removeprefix("step_")): folder.name for folder in folders}
+    names_by_step = {step_and_save(folder.name)[0]: folder.name for folder in folders}
     rewards: dict[int, float | None] = {}  # mean reward by step; None if no completion could be scored
     for line in metrics_lines(output_dir / EVAL_FILE, MOST_EVALUATIONS):
         if line.get("file", "") != file or "eval_avg_reward" not in line:

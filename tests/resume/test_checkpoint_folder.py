@@ -149,3 +149,47 @@ def test_a_step_that_is_saved_again_has_a_newer_checkpoint(tmp_path):
     assert checkpoints_of(tmp_path) == saved[::-1] and newest(tmp_path)[0].name == "step_000000002"
     set_aside_newer(tmp_path, 1)
     assert newest(tmp_path)[0].name == "step_000000001.003" and verify_checkpoint(saved[2]).step == 1
+
+
+def test_a_step_that_is_saved_often_keeps_its_newest_checkpoints(tmp_path):
+    """The name of a checkpoint that was removed was used again, and was then the oldest of its step."""
+    for save in range(1, 6):
+        newest_folder = save_checkpoint(tmp_path, 7)
+        prune(tmp_path, keep=2)
+        assert newest(tmp_path)[0] == newest_folder, save
+    assert [path.name for path in checkpoints_of(tmp_path)] == ["step_000000007.005", "step_000000007.004"]
+
+
+@pytest.mark.parametrize(
+    ("older", "newer"),
+    [
+        ("step_000000009", "step_10"),
+        ("step_5", "step_000000010"),
+        ("step_999999999", "step_1000000000"),
+        ("step_000000007.999", "step_000000007.1000"),
+        ("step_7.9", "step_000000007.010"),
+    ],
+)
+def test_checkpoints_are_ordered_by_their_numbers_whatever_their_leading_zeros(tmp_path, older, newer):
+    saved = save_checkpoint(tmp_path, 7)
+    for name in (newer, older):
+        shutil.copytree(saved, saved.with_name(name))
+    shutil.rmtree(saved)
+    assert [path.name for path in checkpoints_of(tmp_path)] == [newer, older]
+
+
+def test_only_later_steps_are_set_aside_whatever_their_leading_zeros(tmp_path):
+    saved = save_checkpoint(tmp_path, 7)
+    for name in ("step_5", "step_10", "step_1000000000"):
+        shutil.copytree(saved, saved.with_name(name))
+    set_aside_newer(tmp_path, 7)
+    assert [path.name for path in checkpoints_of(tmp_path)] == ["step_000000007", "step_5"]
+
+
+@pytest.mark.parametrize(
+    "name", ["step_", "step_x", "step_7.", "step_7.0000001", "step_\u0663", "step_7~", "step_\u00b2"]
+)
+def test_folders_of_other_names_are_no_checkpoints(tmp_path, name):
+    saved = save_checkpoint(tmp_path, 7)
+    saved.rename(saved.with_name(name))
+    assert checkpoints_of(tmp_path) == []
