@@ -75,16 +75,9 @@ DERIVED = {
     "logprob_roles": "the log-probs wanted by --kl-coef, --old-policy, --policy-loss and --teacher",
     "teacher_names": "--teacher",
 }
-# Values that these options had before they existed, for checkpoints of older versions
-OF_EARLIER_RUNS: dict[str, Any] = {
-    "passes_per_batch": 1,
-    "top_p": 1.0,
-    "top_k": 0,
-    "min_p": 0.0,
-    "teacher_names": [],
-    "teacher_column": None,
-    "teacher_top_k": 0,
-}
+# Derived values of runs whose checkpoints are older than the options from which the values are derived. All other
+# options have their defaults in such a run
+DERIVED_BEFORE_THEIR_OPTIONS: dict[str, Any] = {"moves_reference": False, "teacher_names": []}
 # Options that often differ between starts of one run, so their changes are not logged
 OF_EACH_START = ("resume", "output_dir", "run_name", "max_hours", "stall_s")
 SHOWN_CHARACTERS = 200
@@ -180,7 +173,7 @@ def refuse_changes(config: RunConfig, folder: Path, earlier: Mapping[str, Any]) 
     options = as_options(config)
     for name, reason in FIXED.items():
         value = options[name]
-        earlier_value = earlier.get(name, OF_EARLIER_RUNS.get(name, value))
+        earlier_value = earlier[name] if name in earlier else _value_without_option(name, value)
         if name == "reward_fns" and not value:
             # The workers will name the rewards, and they are compared then
             continue
@@ -190,6 +183,22 @@ def refuse_changes(config: RunConfig, folder: Path, earlier: Mapping[str, Any]) 
                 f"{flags}: the value is {value}, but it was {_shown(earlier_value)} in the run of {folder}: {reason}; "
                 f"{WAY_OUT}"
             )
+
+
+def _value_without_option(name: str, value: Any) -> Any:
+    """Return the value that a run had whose library did not know the option yet.
+
+    Args:
+        name: Name of an option, or of a value in DERIVED.
+        value: The value of this start. It is returned for values that are derived from options that every run had.
+    """
+    if name in DERIVED:
+        return DERIVED_BEFORE_THEIR_OPTIONS.get(name, value)
+    (field,) = [field for field in dataclasses.fields(RunConfig) if field.name == name]
+    if field.default_factory is not dataclasses.MISSING:
+        return field.default_factory()
+    # An option without a default is in every checkpoint. If it is missing, the checkpoint's options are damaged
+    return None if field.default is dataclasses.MISSING else field.default
 
 
 def _log_changes(config: RunConfig, manifest: Manifest) -> None:

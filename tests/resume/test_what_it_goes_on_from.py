@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from fake_chain import chain_config
 
-from async_grpo.config.resume import FIXED, as_options, data_digests, find_checkpoint, goes_on
+from async_grpo.config.resume import FIXED, as_options, data_digests, find_checkpoint, goes_on, refuse_changes
 from async_grpo.config.run import RunConfig
 from async_grpo.errors import ConfigurationError
 from async_grpo.metrics.writer import METRICS_FILE, PARAMS_FILE
@@ -78,6 +78,29 @@ def test_options_that_an_older_run_did_not_have_cannot_be_added(config, change):
     assert find_checkpoint(config) is not None
     with pytest.raises(ConfigurationError, match=f"--{name.replace('_', '-')}: the value is .*, but it was"):
         find_checkpoint(changed)
+
+
+OTHER_VALUES = {bool: True, int: 7, float: 0.125, str: "other"}
+FIELDS = {field.name: field for field in dataclasses.fields(RunConfig)}
+
+
+@pytest.mark.parametrize("name", sorted(FIXED.keys() & FIELDS.keys()))
+def test_a_run_that_is_older_than_an_option_ran_with_its_default(config, name):
+    """Before, each option that the checkpoint did not name was taken for unchanged."""
+    default = FIELDS[name].default
+    has_default = default is not dataclasses.MISSING
+    if has_default:
+        unchanged = dataclasses.replace(config)
+        object.__setattr__(unchanged, name, default)
+        earlier_of_default = {key: value for key, value in as_options(unchanged).items() if key != name}
+        refuse_changes(unchanged, Path("earlier"), earlier_of_default)
+    changed = dataclasses.replace(config)
+    value = "other" if default is None or not has_default else OTHER_VALUES[type(default)]
+    value = not default if isinstance(default, bool) else value
+    object.__setattr__(changed, name, value)  # no rule between options refuses it
+    earlier = {key: value for key, value in as_options(changed).items() if key != name}
+    with pytest.raises(ConfigurationError, match=f"--{name.replace('_', '-')}: the value is .*, but it was"):
+        refuse_changes(changed, Path("earlier"), earlier)
 
 
 def test_the_table_of_the_page_is_that_of_the_code():
