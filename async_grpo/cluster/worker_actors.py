@@ -260,12 +260,15 @@ def _mapped(path: Path) -> memoryview:
     """Return the bytes of a chunk's file, mapped into memory.
 
     Raises:
-        WeightsDidNotLand: This node cannot read the file.
+        WeightsDidNotLand: This node cannot read the file, or sees only a part of it.
     """
     try:
-        return np.memmap(path, np.uint8, "r").data
-    except OSError as error:
+        payload: memoryview = np.memmap(path, np.uint8, "r").data
+    except (OSError, ValueError) as error:
+        # ValueError: the file is empty, which cannot be mapped
+        reason = error.strerror if isinstance(error, OSError) else error
         raise WeightsDidNotLand(
-            f"{path} cannot be read on {socket.gethostname()} ({error.strerror}): give --weight-folder a folder that all "
+            f"{path} cannot be read on {socket.gethostname()} ({reason}): give --weight-folder a folder that all "
             "nodes share"
         ) from error
+    return payload

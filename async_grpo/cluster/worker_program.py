@@ -182,7 +182,11 @@ class Worker:
         self.loading_s = time.monotonic() - begin
         if self.config.node == "here":
             process_ids = ray.get(self.actor.processes.remote(), timeout=CONTROL_TIMEOUT_S)
-            self._processes = [psutil.Process(process_id) for process_id in process_ids]
+            self._processes = []
+            for process_id in process_ids:
+                # A compiler that the engine had started, for example, may have ended since it was listed
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    self._processes.append(psutil.Process(process_id))
         return capacity
 
     def leave_run(self) -> None:

@@ -3,6 +3,7 @@
 This module must not import torch, because worker actors set variables before torch is imported.
 """
 
+import json
 from collections.abc import Sequence
 
 import numpy as np
@@ -30,10 +31,13 @@ class ReceivedChunks:
             digests: Their digests. If there are none, all chunks are whole, and are not kept.
 
         Raises:
-            WeightsDidNotLand: This worker does not have the chunk to which changes apply, or the changes are damaged.
+            WeightsDidNotLand: This worker does not have the chunk to which changes apply, or the changes are damaged, or a
+                chunk is not complete.
         """
         expected_digests = [digest for digest in digests if digest is not None]
         if not expected_digests:
+            for number, chunk in enumerate(chunks, start=1):
+                refuse_incomplete_image(chunk, f"chunk {number} of {len(chunks)} of the weights")
             return list(chunks)
         # Forget all chunks until this update is complete. After an error, later changes are then refused
         bases = self._images
@@ -52,5 +56,34 @@ class ReceivedChunks:
                 )
             apply_changes(image, payload)
             images[digest.digest] = image
+        for number, image in enumerate(images.values(), start=1):
+            refuse_incomplete_image(image.data, f"chunk {number} of {len(chunks)} of the weights")
         self._images = images
         return [image.data for image in images.values()]
+
+
+def refuse_incomplete_image(image: memoryview, name: str) -> None:
+    """Refuse a safetensors image that has fewer or more bytes than its header says, such as a file that was cut off.
+
+    Args:
+        image: The image (n,), bytes.
+        name: Name of the image, for the error message.
+
+    Raises:
+        WeightsDidNotLand: The image has another size.
+    """
+    num_bytes = image.nbytes
+    header_end = 8 + int.from_bytes(image[:8], "little")
+    expected_bytes = header_end
+    if 8 < header_end <= num_bytes:
+        try:
+            entries = json.loads(bytes(image[8:header_end]))
+            expected_bytes += max(
+                entry["data_offsets"][1] for name, entry in entries.items() if name != "__metadata__"
+            )
+        except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
+            raise WeightsDidNotLand(f"{name} has a header that describes no tensors: {error}") from error
+    if num_bytes != expected_bytes or num_bytes <= 8:
+        raise WeightsDidNotLand(
+            f"{name} has {num_bytes} bytes, but its header says {expected_bytes}: it was cut off or changed on its way"
+        )

@@ -11,6 +11,8 @@ from scripted_engine import FakeLink, TwoLayers, publisher
 from async_grpo.cluster.worker_actors import _mapped
 from async_grpo.errors import WeightsDidNotLand, WorkerLost
 from async_grpo.weights.config import WeightConfig
+from async_grpo.weights.package import pack_weights
+from async_grpo.weights.received_chunks import ReceivedChunks
 from async_grpo.weights.shared_files import SharedFilesPublisher
 
 
@@ -68,3 +70,27 @@ def test_a_full_disk_is_named_with_what_is_free_and_nothing_half_written_stays(t
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("num_bytes", [0, 5, 8, 40, -1])
+def test_a_file_that_was_cut_off_is_refused_by_its_sizes_before_an_engine_reads_it(tmp_path, num_bytes):
+    """An engine that begins to read it holds a mixture of two policies, and its own error names neither file nor size."""
+    image, _ = pack_weights({"first.weight": torch.ones(4, 4)}, torch.float32)
+    path = tmp_path / "weights.safetensors"
+    path.write_bytes(image.tobytes())
+    assert ReceivedChunks().restore([_mapped(path)], [None]) == [image.tobytes()]
+    path.write_bytes(image[:num_bytes].tobytes())
+    problem = (
+        r"cannot be read on .* \(cannot mmap an empty file\)"
+        if num_bytes == 0
+        else "chunk 1 of 1 .* was cut off"
+    )
+    with pytest.raises(WeightsDidNotLand, match=problem):
+        ReceivedChunks().restore([_mapped(path)], [None])
+
+
+@pytest.mark.parametrize("header", [b"{}", b"[]", b"\xff\xff", b'{"a": 1}', b"{" * 100_000])
+def test_a_header_that_is_no_description_of_tensors_is_refused_by_name(header):
+    image = len(header).to_bytes(8, "little") + header
+    with pytest.raises(WeightsDidNotLand, match="chunk 1 of 1"):
+        ReceivedChunks().restore([memoryview(image)], [None])
