@@ -175,6 +175,21 @@ def test_the_pages_name_options_that_there_are_and_files_that_exist(page):
         assert (ROOT / file).exists(), file
 
 
+def test_the_tests_of_what_would_go_wrong_on_a_gpu_exist():
+    section = (ROOT / "docs" / "first-gpu-run.md").read_text().split("## Found before the first run")[1]
+    file = ""
+    num_tests = 0
+    for path, name in re.findall(r"`(tests/[\w/]+\.py)?(?:::(test_\w+))?`", section):
+        file = path or file
+        if name:
+            num_tests += 1
+            assert re.search(rf"^(async )?def {name}\(", (ROOT / file).read_text(), re.MULTILINE), name
+    rows = [line for line in section.splitlines() if re.match(r"\| (\d+ )?\| ", line)]
+    assert num_tests >= len(rows) == 23
+    without_tests = [row for row in rows if "tests/" not in row]
+    assert all("answered" in row for row in without_tests)
+
+
 def test_the_names_beside_those_of_other_libraries_are_options():
     table = [line for line in (DOCS / "coming-from.md").read_text().splitlines() if line.startswith("| ")]
     ours = [line.split(" | ")[-1] for line in table[1:]]

@@ -41,7 +41,7 @@ VICTIMS = {
     "verifier worker": ["ray::VerifierActor"],
     "adapter process": ["async_grpo.rewards.isolation.child"],
     "judge server": ["vllm.entrypoints.openai.api_server", "!keep("],  # its keeper has the same words
-    "ray start": ["ray.scripts.scripts start"],
+    "ray start": ["async_grpo.cluster.ray_head start"],
     "raylet": ["/raylet/raylet"],
     "gcs server": ["/gcs_server"],
 }

@@ -95,6 +95,7 @@ PAGE = textwrap.dedent(
         assert threading.current_thread() is threading.main_thread()
         assert resource.getrlimit(resource.RLIMIT_CORE) == (0, 0)
         assert "SECRET_KEY" not in os.environ, "the environment leaks"
+        assert os.environ["CUDA_VISIBLE_DEVICES"] == "", "rewards see the GPUs of the trainer"
         assert sys.stdin.read() == ""
         return float(os.environ["OMP_NUM_THREADS"]) * looks_around.warmth
 
@@ -234,6 +235,7 @@ async def test_a_process_killed_between_two_samples_costs_no_sample(mark):
 async def test_the_process_is_warm_and_sees_few_variables_and_no_input_and_dumps_no_core(mark, monkeypatch):
     monkeypatch.setenv("SECRET_KEY", "do not pass on")
     monkeypatch.setenv("OMP_NUM_THREADS", "7")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
     (result,) = await score_all("looks_around", mark, {})
     assert result.reward == 20.0, result.reason
 
