@@ -143,7 +143,9 @@ def _free_name(partial: Path) -> Path:
             number = max(number, save + 1)
     target = partial.with_name(name if number == 1 else f"{name}.{number:03d}")
     if number >= MAX_SAVES or target.exists():
-        raise FileExistsError(f"{target} cannot be the name of a new checkpoint: remove old ones, and this file if it exists")
+        raise FileExistsError(
+            f"{target} cannot be the name of a new checkpoint: remove old ones, and this file if it exists"
+        )
     return target
 
 
