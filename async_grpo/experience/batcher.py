@@ -34,10 +34,10 @@ from async_grpo.processes.waits import waiting
 from async_grpo.protocols import Generation, Logprobs, Verification
 from async_grpo.types import Group, Prompt
 
-# The end of a step is queued as the task that computes its StepEnd, because its statistics come later
+# An entry in a rank's queue. The end of a step is queued as a task, because the statistics in its StepEnd come later
 Queued = Message | asyncio.Task[StepEnd]
-# Maximum number of prompts that are set aside in a row, because several engines were lost while they processed each. If
-# this happens to the next prompt, too, the cause is probably not in the prompts
+# A prompt is set aside if several engines were lost while they processed it. After this many prompts in a row, the next
+# one ends the run, because the cause is then probably not in the prompts
 MAX_SET_ASIDE_IN_A_ROW = 2
 
 
@@ -55,7 +55,8 @@ class ExperienceBatcher:
         teachers: Source of each teacher's log-probs, by name; None without a teacher.
         facts: Facts about the run's rewards and model, from `ResolvedRewards.facts`.
         more_stats: Returns additional numbers for each step's statistics.
-        images: Files of the run's images, which environments also write.
+        before_step: Awaited before the ranks get a step that is trained as a whole, for example to let engines sleep.
+        images: The files of the run's images. Environments add images to them.
     """
 
     def __init__(
@@ -79,7 +80,7 @@ class ExperienceBatcher:
         self.generation = generation
         self.verification = verification
         self._more_stats = more_stats
-        self._before_step = before_step  # awaited before the ranks get a step that is trained as a whole
+        self._before_step = before_step
         self.rollouts = Rollouts(
             config,
             facts,
@@ -172,17 +173,16 @@ class ExperienceBatcher:
         self.advantages.weights_live(version)
         self._images.remove_unused(group.prompt for group in self._alive.values())
         await self.budget.weights_live(version, groups=len(sequence_numbers))
-        # At the start of a run, the initial weights become live, which no step has trained
-        if sequence_numbers:
+        if sequence_numbers:  # empty for the initial weights, before the first step
             self._first_step.end()
         self._note_utilization()
 
     def workers_joined(self) -> None:
-        """Tell every rank that workers wait for weights. The message has the same position in all ranks' queues."""
+        """Tell every rank that workers wait for weights, at the same position in the queues of all ranks."""
         self._put([WorkersJoined()] * len(self._queues))
 
     def request_save(self, end_reason: str = "") -> None:
-        """Make every rank save a checkpoint. The message has the same position in all ranks' queues.
+        """Make every rank save a checkpoint, at the same position in the queues of all ranks.
 
         Args:
             end_reason: Why the run ends after the checkpoint; "" if the run continues.
@@ -252,7 +252,7 @@ class ExperienceBatcher:
             self._alive[number] = UnfinishedGroup(next(self.cursor), group.resampled + 1)
         group = self.advantages.with_group_mean(group)
         group = await self.rollouts.add_logprobs(group)
-        # The group only waits until other groups have been offered. If no step has a place for it yet, `_offer` stores it
+        # `_offer` waits only for its lock, not for a place in a step
         with waiting("step", f"group {number}", "its step"):
             await self._offer(group)
 
@@ -279,7 +279,7 @@ class ExperienceBatcher:
             self.cursor.curriculum.observe(group.prompt.row, mean_reward)
 
     def _is_fit(self, group: Group) -> bool:
-        """Return whether the group may be trained. If not, the options ask for a group of another prompt in its place."""
+        """Return whether the group may be trained, or must be replaced (`--zero-variance`, `--on-reward-failure`)."""
         if self.config.zero_variance == "resample" and not self.advantages.has_signal(group):
             return False
         return not self.advantages.wants_refill(group)
@@ -382,8 +382,8 @@ class ExperienceBatcher:
         """Add to the number of sequences that are being generated."""
         self._sequences += change
         if change < 0:
-            # Completions of evaluations and of replaced groups count here, too. As a result, more groups than necessary
-            # may be admitted, which does no harm
+            # This also counts completions of evaluations and of replaced groups, which were never counted as admitted.
+            # So the first step may start more completions than it needs, which does no harm
             self._first_step.generated(-change)
         self._note_utilization()
 

@@ -33,8 +33,8 @@ def parse_paths(text: str | None, flag: str) -> tuple[str, ...]:
 def value_at(value: Any, path: str) -> Any:
     """Return the value at a dotted path, or MISSING if there is none.
 
-    A name that contains dots itself is also found. A number is the index of an item in a list, and a negative number
-    counts from the end. A text that is the JSON of an object or a list is read as such.
+    A column whose name contains dots is found, too. A number is the index of an item in a list, and a negative number
+    counts from the end. If a value on the way is a JSON text of an object or a list, the path continues in this object.
 
     >>> row = {"reward_model": {"ground_truth": ["34"]}, "a.b": 1, "info": '{"x": 2}'}
     >>> value_at(row, "reward_model.ground_truth.0"), value_at(row, "a.b"), value_at(row, "info.x")

@@ -23,9 +23,8 @@ from async_grpo.types import Sampling
 
 SAMPLES_FILE = "samples.jsonl"
 
-OVERLONG = "overlong"  # name of the length penalty, for estimators that read each reward separately
-# key of the outcome reward, for estimators that get it separately from the process rewards
-OUTCOME = "outcome"
+OVERLONG = "overlong"  # key of the length penalty, for estimators that get each reward separately
+OUTCOME = "outcome"  # key of the outcome reward, for estimators that get each process reward separately
 
 _batches = partial(option, panel="Batches", everyday=True, portable=True)
 
@@ -94,9 +93,9 @@ class BatchConfig(AlgorithmConfig):
     )
     engine_sleep: str = option(
         "off",
-        "Level at which engines sleep while the trainer computes, so that it can use their share of the GPU (--colocate): "
-        "1 moves their weights to main memory, 2 drops them. Both drop the KV cache. Training and generation then "
-        "alternate, which needs --max-staleness 0. off keeps engines awake.",
+        "Whether engines free their GPU memory for the trainer while it computes (--colocate): off keeps it, 1 moves the "
+        "engines' weights to main memory, and 2 drops them. 1 and 2 also drop the KV cache. Training and generation then "
+        "alternate, which needs --max-staleness 0.",
         "Engine",
         choices=("off", "1", "2"),
     )
@@ -173,7 +172,9 @@ class BatchConfig(AlgorithmConfig):
         0.25, "Mean reward of 16 groups at which the curriculum moves back to the next lower difficulty."
     )
     min_valid_samples: int = on_groups(
-        2, "Minimum number of rewards in a group that is trained on, at most its size.", range=POSITIVE
+        2,
+        "Minimum number of rewards that a group needs to be trained on, but at most its size.",
+        range=POSITIVE,
     )
     truncation_alarm: float = on_groups(
         0.5, "Warn if more than this share of the completions is truncated.", range=SHARE
@@ -204,10 +205,7 @@ class BatchConfig(AlgorithmConfig):
 
     @property
     def trains_whole_steps(self) -> bool:
-        """Return whether training waits for all groups of a step.
-
-        Engines can only sleep while the trainer computes if they have generated all samples of its step.
-        """
+        """Return whether training waits for all groups of a step. Engines sleep only after they generated all of them."""
         return self.deterministic or self.sleep_level > 0
 
     @property
@@ -237,7 +235,7 @@ class BatchConfig(AlgorithmConfig):
 
     @property
     def generates_ahead(self) -> bool:
-        """Return whether the engines generate for later steps while the trainer computes."""
+        """Return whether the engines generate samples of later steps while the trainer computes."""
         plan = self.pass_plan
         return plan.minibatches_alive(self.max_staleness) > plan.cycle_minibatches
 
@@ -248,7 +246,7 @@ class BatchConfig(AlgorithmConfig):
 
     @property
     def pass_plan(self) -> PassPlan:
-        """Return the numbers of the optimizer steps."""
+        """Return the plan of how optimizer steps follow from minibatches and passes."""
         return PassPlan(self.minibatches_per_batch, self.passes_per_batch)
 
     @property
@@ -326,7 +324,9 @@ class EvaluationTask(DataConfig):
         "Maximum length of a completion in evaluations, in tokens. The default is --max-generation-tokens.",
         range=POSITIVE,
     )
-    eval_pass_reward: float = _evaluation(1.0, "Lowest reward that passes; pictures pass only if it is set.")
+    eval_pass_reward: float = _evaluation(
+        1.0, "Lowest reward with which a completion passes. Pictures can pass only if this option is set."
+    )
 
     @property
     def eval_files(self) -> dict[str, str]:
@@ -355,8 +355,8 @@ class EvaluationConfig(EvaluationTask):
 
     eval_every: int = _evaluation(
         0,
-        "Number of steps between evaluations. The start and the end of the run are always evaluated; 0 evaluates only "
-        "those.",
+        "Number of steps between evaluations. The policy is always evaluated at the start and at the end of the run; with "
+        "0, only then.",
         range=NOT_NEGATIVE,
     )
     eval_share: float = _evaluation(

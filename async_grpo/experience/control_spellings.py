@@ -9,9 +9,9 @@ WITH_BARS = re.compile(r"<[|｜].*[|｜]>", re.DOTALL)
 def control_token_spellings(tokenizer: Any) -> list[str]:
     """Return the spellings of a tokenizer's control tokens, in order.
 
-    Control tokens are the tokenizer's special tokens, and other added tokens of the form `<|...|>`, because DeepSeek's
-    `<｜User｜>` is not marked as special. `<think>` and `<tool_call>` are not control tokens: they do not begin a turn,
-    and prompts may name them to describe a format.
+    Control tokens are the tokenizer's special tokens, and all other added tokens of the form `<|...|>`. The latter are
+    included because DeepSeek's `<｜User｜>` is not marked as special. `<think>` and `<tool_call>` are not control tokens:
+    they do not begin a turn, and prompts may name them to describe a format.
     """
     spellings = set(getattr(tokenizer, "all_special_tokens", ()))
     for token in getattr(tokenizer, "added_tokens_decoder", {}).values():

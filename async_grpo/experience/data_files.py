@@ -50,7 +50,7 @@ log = logging.getLogger(__name__)
 Rows = Iterator[tuple[str, Any]]  # (file and line or row number as text, row)
 PROGRESS_S = 10.0  # seconds between two lines about the progress of a large file
 MAX_JSON_BYTES = 512 << 20  # largest JSON file, because all of it is read at once
-NAME_IT_JSON = "A file that is one JSON list must have a name that ends in .json"
+NAME_IT_JSON = "If the whole file is one JSON list, its name must end in .json"
 ROWS_ON_LINES = "Each row must stand on one line, as `jq -c . FILE` writes them"
 LINES_OF_CR = (
     "Its lines end with CR alone, as old Macintosh programs write: convert the file by tr '\\r' '\\n'"
@@ -73,7 +73,7 @@ def read_rows(
         path: The file. Its extension names its format; without a known one it is JSONL.
         columns: The columns of prompt and answer.
         needs_prompt: Whether a row without a prompt is an error.
-        reads_images: Whether the model reads images, so that a prompt may have places for the images of a column.
+        reads_images: Whether the model reads images. Then a prompt may have placeholders for images.
 
     Raises:
         ConfigurationError: The file does not exist, has no rows, or has another format. Or a row is not an object, is
@@ -335,8 +335,8 @@ def _warn_of_dropped_texts(
 ) -> None:
     """Warn, once for each column, if a row has a text in a column of prompts that is not part of its prompt.
 
-    Rows of Alpaca, for example, have a task in `instruction` and its text in `input`, which is often empty. A text beside
-    token ids is probably the text of these tokens.
+    For example, rows of Alpaca have a task in `instruction`, and sometimes a text for this task in `input`. There is no
+    warning for rows with token ids, because a text in such a row is probably the text of these tokens.
     """
     if TOKENS in row and not columns.prompt:
         return

@@ -53,7 +53,8 @@ def questions_of(
         max_prompt_tokens: Maximum length of a prompt, which leaves room for a completion.
         vocab_size: Size of the model's vocabulary.
         renderer: Renders the prompts. The default uses the model's own chat template.
-        image_prompts: Renders prompts with images. None if the model does not read images, so that they are refused.
+        image_prompts: Renders prompts with images. None if the model does not read images; rows with images are then
+            refused.
         data_folder: Folder of the data file, in which relative paths of images begin.
 
     Raises:

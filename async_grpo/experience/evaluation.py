@@ -1,7 +1,7 @@
 """The metrics of an evaluation: means over questions, each with the half width of its 95 % confidence interval.
 
-Each question gets n completions. A completion passes if its reward is at least `pass_reward`. By default, pictures have no
-passing reward, because their rewards are seldom a whole 1: only their mean reward is reported.
+Each question gets n completions. A completion passes if its reward is at least `pass_reward`. For pictures, only the mean
+reward is reported, unless the user sets a `pass_reward`: rewards of pictures seldom reach the default of 1.
 
     avg_reward      mean reward
     avg@n           share of completions that pass
@@ -48,7 +48,7 @@ def evaluation_stats(groups: Sequence[Group], pass_reward: float) -> dict[str, A
 
     Args:
         groups: The completions of each question.
-        pass_reward: The lowest reward with which a completion passes. The default value is ignored for pictures.
+        pass_reward: The lowest reward with which a completion passes. If it has its default value, pictures cannot pass.
     """
     samples = [sample for group in groups for sample in group.samples]
     versions = [sample.completion.versions for sample in samples if len(sample.completion)]

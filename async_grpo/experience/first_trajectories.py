@@ -6,7 +6,8 @@ from collections import Counter
 from async_grpo.errors import EnvironmentNeverWorked
 from async_grpo.types import Completion, Group
 
-# Groups and trajectories that must fail. Fewer are enough if a step has fewer
+# The run ends if the trajectories of this many groups all fail, and if they are at least this many trajectories. If a
+# step has fewer groups, those of one step are enough
 FIRST_GROUPS = 2
 FIRST_TRAJECTORIES = 8
 
@@ -14,10 +15,9 @@ FIRST_TRAJECTORIES = 8
 class FirstTrajectories:
     """Raises an error if all trajectories of the first admitted groups fail, and none of the run has succeeded.
 
-    A mistyped command of an agent, or an error in the user's class, fails every trajectory. Without this check, the run
-    would go on until the end of its first step, and show a column of samples that are not scored. The groups count in the
-    order of their admission, because groups that fail often end first: in a run with few bad rows, the first groups that
-    end may all have bad rows.
+    For example, if an agent's command is mistyped, every trajectory fails. Without this check, the run would go on until
+    the end of its first step. "First" refers to the order of admission, not to the order in which groups end: failures
+    are often fast, so the first groups to end may be the few with bad rows.
 
     Args:
         groups_per_step: Number of groups of one step.

@@ -2,7 +2,7 @@
 
 A failed reward never becomes a zero silently. `--on-reward-failure` sets for each adapter what happens. By default, the
 sample is left out of the training. `group_mean` gives the sample the mean reward of its group. `refill` replaces the
-group by a group of another prompt. `constant` takes effect elsewhere, when the rewards of a sample are combined.
+group by a group of another prompt. The fourth value, `constant`, is handled in `rewards/combine.py`.
 
 `RewardTensors` applies penalties and weights to the rewards, and lays them out for an estimator.
 """
@@ -27,8 +27,9 @@ from async_grpo.types import Group, RewardStatus, Sample, Verdict
 class GroupAdvantages:
     """Turns the verdicts of groups into advantages, according to the run's options.
 
-    A truncated completion that is left out of the loss still counts in the statistics of its group, such as the mean.
-    If `--zero-variance filter` leaves out a group with equal rewards, it counts in no statistic and no denominator.
+    A truncated completion that is left out of the loss still counts in the statistics of its group, such as the mean
+    reward. A group that `--zero-variance filter` leaves out counts neither in statistics nor in the denominator of the
+    loss.
     """
 
     def __init__(self, config: BatchConfig, facts: RunFacts = NO_FACTS) -> None:
@@ -55,7 +56,7 @@ class GroupAdvantages:
             self.running_means.restore(memory)
 
     def weights_live(self, version: int) -> None:
-        """Forget what only a checkpoint of an earlier version would need."""
+        """Forget the running means that only a checkpoint of an earlier policy version would save."""
         if self.running_means is not None:
             self.running_means.forget_before(version)
 
@@ -96,15 +97,15 @@ class GroupAdvantages:
         return {policies.get(result.adapter) for result in verdict.results if result.status.is_lost}
 
     def has_signal(self, group: Group) -> bool:
-        """Return whether the estimator can tell the group's samples from what it compares them with.
+        """Return whether the estimator may give the group advantages other than 0.
 
-        For most estimators, rewards must differ within the group. An estimator with a greedy completion compares each
-        reward with that of the greedy completion. An estimator that compares with the whole batch, with a critic or with a
-        running mean reads any reward, so a group of a single sample has signal, too.
+        Most estimators compare the rewards within the group, so the rewards must differ. With a greedy completion, at
+        least one reward must differ from the reward of the greedy completion. If rewards are compared with the whole
+        batch, with a critic or with a running mean, one reward is enough.
         """
         if self.estimator.ignores_rewards:
             return True
-        # The estimators ignore completions without tokens
+        # Estimators ignore completions without tokens
         verdicts = [
             sample.verdict for sample in group.samples if len(sample.completion) and self._is_readable(sample)
         ]
@@ -283,7 +284,8 @@ class GroupAdvantages:
     ) -> tuple[np.ndarray, np.ndarray | None]:
         """Add the teacher's advantages (see `teacher_advantages`) to those of the rewards.
 
-        A token for which the teacher gave no log-prob is left out of the loss: 0 would mean that the teacher agrees.
+        A token for which the teacher gave no log-prob is left out of the loss. With an advantage of 0, the token would
+        count as one on which teacher and policy agree.
 
         Returns:
             The advantages (T,) float32, and the mask (T,) without these tokens, or None if no token is left.
@@ -293,7 +295,7 @@ class GroupAdvantages:
             sample.teacher_logprobs, sample.completion.logprobs, self.config.teacher_coef
         )
         if self.config.teacher_top_k:
-            # The trainer's loss has the KL divergence in place of these advantages
+            # With `teacher_top_k`, the trainer adds a KL divergence to the loss instead of these advantages
             further_advantages = np.zeros_like(further_advantages)
         loss_mask = loss_mask & is_covered
         summed = (advantages + further_advantages).astype(np.float32)
@@ -310,15 +312,15 @@ class GroupAdvantages:
             return replace(sample, advantages=None, loss_mask=None, times=None)
         if not loss_mask.all():
             advantages = np.where(loss_mask, advantages, np.float32(0))
-        # A critic's returns span the whole trajectory, but the sequences of a trajectory may be in different
-        # micro-batches. `times` has the order of their tokens in time
+        # A critic's returns are sums over the whole trajectory, but the sequences of a trajectory may be in different
+        # micro-batches. `times` says in which order the tokens of all sequences were sampled
         needs_times = self.estimator.needs_critic and len(sample.sequences) > 1
         times = token_times(sample) if needs_times else None
         return replace(sample, advantages=advantages, loss_mask=loss_mask, times=times)
 
 
 def _with_group_tokens(group: Group, samples: Sequence[Sample]) -> Group:
-    """Return the group with these samples. Set `group_tokens` of each to the number of the group's trained tokens."""
+    """Return the group with these samples. Each gets the number of tokens that the group trains as `group_tokens`."""
     num_tokens = 0
     for sample in samples:
         if sample.loss_mask is not None:

@@ -15,7 +15,7 @@ from async_grpo.options.fields import refuse
 from async_grpo.processes.image_files import digest_of_image, image_size
 from async_grpo.types import ImageReference
 
-if TYPE_CHECKING:  # it imports torch, which the controller does not need
+if TYPE_CHECKING:  # not imported at run time, because it imports torch, which the controller does not need
     from async_grpo.modeling.image_models import ImageReader
 
 MOST_IMAGES = 64  # maximum number of images in one prompt
@@ -27,7 +27,7 @@ class ImagePrompt:
 
     Attributes:
         token_ids: Its token ids, with as many placeholders for each image as the image has features.
-        text_token_ids: The same with a single placeholder for each image, for people to read.
+        text_token_ids: The same token ids with a single placeholder for each image, so that people can read the text.
         images: The images, in the order of their tokens.
         sources: Where the content of each image comes from.
     """
@@ -160,7 +160,7 @@ class ImagePrompts:
     ) -> list[int]:
         """Return the token ids of the prompt with a single placeholder for each image."""
         texts = [_without_images(message) for message in row_with_images.messages]
-        # The checks of the messages read texts. Their token ids are not used
+        # Called only for its checks of the messages, which cannot read lists of parts. The token ids are not used
         self._renderer.prompt_tokens({**row, "messages": texts}, max_tokens, place)
         messages = []
         for message in row_with_images.messages:
@@ -181,7 +181,7 @@ class ImagePrompts:
 
 
 def _without_images(message: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a message without its images. A message of images alone gets a text, because an empty one is refused."""
+    """Return a message without its images. If nothing is left, it gets a text, because an empty message is refused."""
     content = message.get("content")
     if not isinstance(content, list | tuple) or IMAGE_PART not in content:
         return dict(message)

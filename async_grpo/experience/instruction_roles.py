@@ -1,8 +1,8 @@
-"""`InstructionRoles`: gives system and developer messages the roles under which a chat template writes them.
+"""`InstructionRoles`: changes the roles of system and developer messages, so that a chat template does not drop them.
 
-Many public templates silently leave out messages of the role developer, or refuse them, because the role is younger than
-they are. Such messages become system messages. Some templates write only the first one of two system messages, so the
-two are joined.
+Many public templates are older than the role `developer`. They silently leave out such messages, or refuse them. So
+developer messages become system messages. Some templates write only the first of two system messages, so the two are
+joined.
 """
 
 from collections.abc import Sequence
@@ -12,7 +12,9 @@ from async_grpo.errors import ConfigurationError
 from async_grpo.experience.row_messages import SYSTEM_ROLES
 from async_grpo.experience.template_examiner import PROBE, ApplyTemplate
 
-MAX_PROBED = 8  # more messages than this are joined without a probe
+MAX_PROBED = (
+    8  # more system messages than this are joined, without trying whether the template writes all of them
+)
 SEPARATOR = "\n\n"  # between the texts of joined messages
 ADVICE = "write the text into a message of the user, or give another template with --chat-template FILE"
 
@@ -20,7 +22,7 @@ Messages = list[dict[str, Any]]
 
 
 class InstructionRoles:
-    """Finds out by rendering short conversations which roles a chat template writes. Each result is kept.
+    """Renders short conversations to find out which roles a chat template writes. Each result is stored.
 
     Args:
         template_name: Name of the template in error messages.
@@ -70,7 +72,8 @@ class InstructionRoles:
             if not self._problem((role,), tools):
                 return [{"role": role, "content": joined}]
         if "developer" not in _roles_of(messages):
-            # The template refuses system messages in its own words, or leaves them out, about which the log warns
+            # The template may refuse these system messages with an error of its own. If it leaves them out, a warning
+            # is logged elsewhere
             return messages
         raise ConfigurationError(
             f"{self._template_name} writes neither a developer nor a system message ({self._problem(('system',), tools)}): "

@@ -211,8 +211,8 @@ def _images(samples: Sequence[Sample]) -> tuple[tuple[ImageReference, ...], ...]
 def _conditions(samples: Sequence[Sample]) -> tuple[tuple[np.ndarray, ...], ...]:
     """Return the embeddings of each sample's prompt, or () if the policy reads none.
 
-    The engine sent equal arrays with each member of a group. The batch has them once, because a message contains an object
-    only once.
+    The engine sent equal arrays with each member of a group. Here, all members of a group get the same array object, so
+    that a pickled micro-batch contains the embeddings of a prompt only once.
     """
     if not any(sample.completion.condition for sample in samples):
         return ()

@@ -25,8 +25,8 @@ IMAGE_TYPES = {
 def plain_row(row: Mapping[str, Any], place: str) -> dict[str, Any]:
     """Return a row of a table, with all values converted to JSON values.
 
-    Arrow gives all objects of a list the same keys, and fills those that an object lacks with nulls, so these nulls are
-    left out. A message's `content` stays, because its null has a meaning.
+    Arrow gives all objects of a list the same keys. A key that an object did not have gets the value null. Such nulls are
+    removed, except for `content` of a message, where null is a valid value.
 
     Args:
         row: The columns of the row.
@@ -95,7 +95,7 @@ def _image_url(value: Any) -> str | None:
 
 
 def image_type(content: bytes) -> str | None:
-    """Return the media type of an encoded image by its first bytes, or None if it is none.
+    """Return the media type of an encoded image by its first bytes, or None if the content is not an image.
 
     >>> image_type(b"GIF89a..."), image_type(b"RIFF....WAVE")
     ('image/gif', None)

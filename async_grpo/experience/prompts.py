@@ -39,8 +39,8 @@ TEMPLATE_S = 30.0  # maximum number of seconds that a chat template may take for
 # A prompt with more characters per allowed token than this is refused, because tokenizing it would take minutes and
 # gigabytes of memory
 MAX_CHARACTERS_PER_TOKEN = 256
-# A template that compares the content of a message with none expects none as the content of a message with tool calls.
-# Any other template would write the word "None" into the prompt
+# Finds comparisons such as `message.content is none` in a template. Such a template expects none as the content of a
+# message that only has tool calls. Any other template would write the word "None" into the prompt
 TESTS_FOR_NONE = re.compile(
     r"content['\"]?\]?\s{0,9}(?:is\s{1,9}(?:not\s{1,9})?|[!=]=\s{0,9})none", re.IGNORECASE
 )
@@ -60,8 +60,8 @@ class PromptRenderer:
         options: The user's options.
 
     Raises:
-        ConfigurationError: The file of `--chat-template` cannot be read or is no template, or the template does not know
-            a variable of `--chat-template-kwargs`, or would misread its value.
+        ConfigurationError: The file of `--chat-template` cannot be read or is not a template; or the template does not
+            use a variable of `--chat-template-kwargs`, or would misunderstand its value.
     """
 
     def __init__(self, tokenizer: Any, options: PromptOptions = MODEL_DEFAULTS) -> None:
@@ -96,7 +96,7 @@ class PromptRenderer:
 
     @cached_property
     def _tests_for_none(self) -> bool:
-        """Return whether the template expects none, and not an empty text, as the content of messages with tool calls."""
+        """Whether the template expects none, and not an empty text, as the content of messages with tool calls."""
         return TESTS_FOR_NONE.search(self._template_text) is not None
 
     def _roles_in_template(self) -> list[str]:
@@ -198,7 +198,7 @@ class PromptRenderer:
             raise ConfigurationError(f"{self._template_name} cannot be applied: {error}") from error
 
     def _refuse_control_tokens(self, text: str) -> None:
-        """Raise ConfigurationError if a text contains control tokens, so that it is in the form of a chat already."""
+        """Raise ConfigurationError if a text contains control tokens, because it then already has the form of a chat."""
         spellings = control_token_spellings(self._tokenizer)
         spelled_token = next((spelling for spelling in spellings if spelling in text), None)
         refuse(
@@ -289,7 +289,7 @@ class PromptRenderer:
         return self._template_text
 
     def answered_tokens(self) -> list[int]:
-        """Return the token ids of a conversation with an answer, which contain the token that ends an answer.
+        """Return the token ids of a short conversation with an answer. They contain the token that ends an answer.
 
         Raises:
             ConfigurationError: There is no template, or it refuses the conversation.
@@ -346,8 +346,8 @@ class PromptRenderer:
                 "--chat-template FILE"
             ) from error
         except Exception as error:
-            # Most templates expect the arguments of tool calls as objects, and DeepSeek's as JSON texts. Some count the
-            # letters of a content that they compare with none before
+            # Try two other forms of the messages. Most templates expect the arguments of tool calls as objects, but
+            # DeepSeek's as JSON texts. Some templates compare a content with none, but also take its length
             if any(message.get("tool_calls") for message in messages):
                 for other_form in (with_json_arguments(messages), _with_texts(messages)):
                     with suppress(Exception):
@@ -389,7 +389,7 @@ class PromptRenderer:
 
 
 def _with_texts(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return messages with an empty text for each content that is None."""
+    """Return the messages, with an empty text in place of each content that is None."""
     with_texts = []
     for message in messages:
         with_texts.append({**message, "content": ""} if message["content"] is None else message)

@@ -33,7 +33,7 @@ class RewardTensors:
     completion, in contrast, are stored sequence by sequence. The two orders differ if the turns of several sequences
     alternated.
 
-    An estimator gets one of the properties TOTAL, COMPONENTS and SOURCES. Its field `rewards` says which.
+    An estimator gets one of the properties `total`, `components` and `sources`: the one that `Estimator.rewards` names.
     """
 
     def __init__(self, config: BatchConfig, facts: RunFacts, groups: Sequence[Group], by_token: bool) -> None:
@@ -65,8 +65,9 @@ class RewardTensors:
         every run is a single token.
         """
         if self._by_token:
-            # Every row has at least one column, which has 0 tokens if the sample has none
-            return np.ones(self._lengths[row], bool) if self._lengths[row] else np.zeros(1, bool)
+            # Every row has at least one column. The only column of a sample without tokens stands for 0 tokens
+            num_tokens = self._lengths[row]
+            return np.ones(num_tokens, bool) if num_tokens else np.zeros(1, bool)
         ends = {len(sample.completion)}
         for result in sample.verdict.results:
             if result.adapter in self.facts.process_rewards and result.steps:
@@ -118,9 +119,9 @@ class RewardTensors:
 
     @property
     def total(self) -> Tensor:
-        """Return the sum of all rewards (B, K), each at its own column, minus the KL penalty.
+        """Return the sum of all rewards (B, K), minus the KL penalty.
 
-        The outcome reward minus the length penalty is at the last token.
+        A step reward is at the column of its token. The outcome reward, minus the length penalty, is at the last token.
         """
         outcome, _ = self._outcome()
         total = outcome - self._kl()
@@ -141,7 +142,7 @@ class RewardTensors:
 
     @cached_property
     def _sources(self) -> dict[str, tuple[Tensor, Tensor]]:
-        """Return `sources` and `masks`: by name of the reward, its values and where it is given, both (B, K)."""
+        """Return, by name of the reward, its values and a mask of the columns that have it, both (B, K)."""
         sources = {name: self._steps(name) for name in self.facts.process_rewards}
         outcome, places = self._outcome()
         if places.any():
@@ -217,9 +218,9 @@ class RewardTensors:
         return self._on_last(_numbers(outcomes) - self._overlong), self._on_last(has_reward)
 
     def _best_outcome(self, sample: Sample) -> float | None:
-        """Return the sample's reward, or None if it has none.
+        """Return the sample's outcome reward, or None if it has none.
 
-        In a run with process rewards, it is the highest of the other rewards.
+        In a run with process rewards, this is the highest reward of the adapters that are not process rewards.
         """
         if not self.facts.process_rewards:
             return sample.verdict.reward

@@ -1,4 +1,4 @@
-"""`Rollouts`: generates the completions of a prompt, and scores each while the others still generate."""
+"""`Rollouts`: generates the completions of a prompt. Each one is scored at its end, while others are still generated."""
 
 import asyncio
 import time
@@ -37,7 +37,11 @@ from async_grpo.types import (
 
 
 def reward_sample(prompt: Prompt, completion: Completion) -> dict[str, Any]:
-    """Return what an adapter receives: the data row without `input_token_ids`, the completion, and facts about it."""
+    """Return the dict that a reward function receives as its sample.
+
+    It has the columns of the data row (without `input_token_ids`), the completion, and facts about the completion, such
+    as `truncated`.
+    """
     sample = {key: value for key, value in prompt.row.items() if key != "input_token_ids"}
     sample["completion"] = completion.text
     sample["sample_text"] = prompt.row["input"] + completion.text
@@ -48,8 +52,8 @@ def reward_sample(prompt: Prompt, completion: Completion) -> dict[str, Any]:
     if completion.char_ends is not None:
         sample["completion_char_ends"] = completion.char_ends.tolist()
     if completion.outcome is not None:
-        # Adapters see turns in time order, but tokens are stored sequence by sequence. If sequences alternated,
-        # `turn_ends` is therefore not ascending
+        # Reward functions get the turns in time order, but `completion_token_ids` has the tokens sequence by sequence.
+        # `turn_ends` are positions in it, so they do not ascend if the turns of two sequences alternated
         order = completion.turn_order
         turns = [completion.turns[place] for place in order]
         turn_ends = list(accumulate(turn.num_tokens for turn in completion.turns))
@@ -98,7 +102,7 @@ class Rollouts:
         verification: Source of verdicts.
         reference: Source of the reference policy's log-probs; None if the loss needs none.
         proximal: Source of the proximal policy's log-probs; None if the loss needs none.
-        on_change: Called with each change in the number of sequences that are being generated.
+        on_change: Called with the change in the number of unfinished sequences: n when n are requested, -1 when one ends.
         teachers: Source of each teacher's log-probs, by name; None without a teacher.
     """
 
@@ -138,7 +142,8 @@ class Rollouts:
             start_version: Policy version of the engines at the beginning of the generation.
 
         Returns:
-            The group. If the estimator compares with a greedy completion, the group includes the verdict on that one.
+            The group. If the estimator compares with a greedy completion, `Group.baseline` is the verdict on the greedy
+            completion.
 
         Raises:
             EnvironmentNeverWorked: All trajectories of the run's first groups have failed.
@@ -192,6 +197,7 @@ class Rollouts:
             # The first error is enough to end a run, and is easier to read than an exception group
             raise error_group.exceptions[0] from error_group
         finally:
+            # After an error, the completions that are missing will not come
             num_not_generated = count - len(scoring_tasks)
             self._on_change(-num_not_generated)
         samples = [task.result() for task in scoring_tasks]
@@ -200,8 +206,8 @@ class Rollouts:
     async def _judged_together(
         self, prompt: Prompt, samples: Sequence[Sample], evaluation: bool
     ) -> list[Sample]:
-        """Return the samples with their verdicts after the rewards that process a whole group at once."""
-        # A failed trajectory cannot be scored
+        """Have the rewards with `post_process_scores` change the verdicts of a whole group, and return the new samples."""
+        # A failed trajectory has no completion that a reward could score
         places = [place for place, sample in enumerate(samples) if not sample.completion.failure]
         verdicts = await self.verification.post_process(
             [reward_sample(prompt, samples[place].completion) for place in places],
@@ -224,7 +230,7 @@ class Rollouts:
             results = tuple(self._with_bounded_extra(result) for result in sample.verdict.results)
             result_pairs = zip(results, sample.verdict.results, strict=True)
             is_result_changed = any(bounded is not result for bounded, result in result_pairs)
-            # Copying every sample would take a tenth of the controller's time per sample
+            # Unchanged samples are not copied: a copy would take a tenth of the time that the controller spends on a sample
             if is_result_changed or completion is not sample.completion:
                 verdict = replace(sample.verdict, results=results)
                 sample = replace(sample, completion=completion, verdict=verdict)
@@ -274,7 +280,7 @@ class Rollouts:
         return group
 
     def refuse_untaught(self, step: int, groups: Sequence[Group]) -> None:
-        """Raise RunFailed if the run has a teacher that gave no log-prob for any token of a step."""
+        """Raise RunFailed if the run's teachers gave no log-prob for any token of a step."""
         if self._teachers is not None:
             self._teachers.refuse_untaught(step, groups)
 
@@ -302,7 +308,8 @@ class Rollouts:
         slots = asyncio.Semaphore(num_slots)
 
         async def answer_part(prompt: Prompt, first_member: int) -> tuple[Sample, ...]:
-            # Seeds follow from the ordinal. Each part gets its own ordinal, and training ordinals are never negative
+            # The seeds of completions are computed from the ordinal, so each part gets a different one. Ordinals of
+            # evaluations are negative, because training uses the numbers from 0
             prompt = replace(prompt, ordinal=prompt.ordinal - first_member * len(questions))
             count = min(part_size, config.eval_samples - first_member)
             async with slots:

@@ -1,4 +1,4 @@
-"""The columns of a row: which hold its prompt and its answer, whatever the file calls them."""
+"""`ColumnMap`: finds the columns that hold a row's prompt and answer, and gives them the names that the library reads."""
 
 import json
 import math
@@ -16,7 +16,7 @@ from async_grpo.options.fields import refuse
 # Beginning and end of a list of messages that was written as one text: as JSON, or as Python or numpy prints it
 SERIALIZED_BEGIN = re.compile(r"""(array\()?\[\s*\{\s*['"](role|content|from|value)['"]\s*:""")
 SERIALIZED_ENDS = ("]", "])", "dtype=object)")
-# Speakers (values of `from`) of ShareGPT messages that are not a question, and of messages that are not an answer
+# A ShareGPT message has a speaker in its field `from`. Messages of these speakers cannot be a question (or an answer)
 NO_QUESTIONS = ("system", "gpt", "assistant", "chatgpt", "bard", "bing")
 NO_ANSWERS = ("system", "human", "user")
 SHOWN_CHARACTERS = 80  # number of characters of a value that a message shows
@@ -37,7 +37,7 @@ class ColumnMap:
     text_is_message: bool = True
 
     def __post_init__(self) -> None:
-        """Refuse a column that is the prompt and the answer, because the prompt would hold the answer."""
+        """Raise ConfigurationError if the same column is the prompt and the answer."""
         for path in self.prompt:
             refuse(
                 path in self.answer,
@@ -105,7 +105,7 @@ class ColumnMap:
         if "from" in prompt[0] and "value" in prompt[0]:
             prompt = share_gpt_question(prompt)
             refuse(not prompt, f"{flag}: the only message is an answer, so there is no question")
-        # `prompt` is what functions with TRL's signature get as `prompts`
+        # The column `prompt` stays, because reward functions with TRL's signature get it as `prompts`
         return other_columns | {"messages": prompt, "prompt": prompt}
 
 
@@ -116,7 +116,7 @@ def _value(row: Mapping[str, Any], paths: tuple[str, ...], flag: str) -> Any:
     """Return the first value that the row has at one of these paths.
 
     Raises:
-        ConfigurationError: The row has none. The message says how far the last path leads.
+        ConfigurationError: The row has no value at any path. The message names the first missing part of the last path.
     """
     for path in paths:
         value = value_at(row, path)

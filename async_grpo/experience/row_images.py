@@ -46,7 +46,8 @@ class ImageRow:
 def image_row(row: Mapping[str, Any]) -> ImageRow | None:
     """Return the prompt of a row with images, or None if the row has none.
 
-    Images of a column without a place in the messages come first in the first message of the user, as in TRL.
+    If the messages do not say where the images of a column belong, the images are put at the beginning of the first user
+    message, as in TRL.
 
     Raises:
         ConfigurationError: The images and their places in the messages do not fit together, or the prompt is not a list
@@ -86,7 +87,7 @@ def image_row(row: Mapping[str, Any]) -> ImageRow | None:
 
 
 def first_image_kind(row: Mapping[str, Any]) -> str:
-    """Return the `type` of the first image part in a row's messages; "" if the prompt needs no model that reads images."""
+    """Return the `type` of the first image part in a row's messages; "" if there is no image part."""
     prompt = row.get("messages") or row.get("prompt")
     for message in prompt if isinstance(prompt, list) else ():
         if _has_image_part(message):
@@ -118,7 +119,10 @@ def is_image_part(part: Any) -> bool:
 
 
 def _with_places(messages: Sequence[dict[str, Any]], num_images: int) -> list[dict[str, Any]]:
-    """Return the messages with parts for the images of a column: where IMAGE_TEXT stands, or first in the question."""
+    """Return the messages with an image part for each image of a column.
+
+    The parts replace the text IMAGE_TEXT. Without this text, they are put at the beginning of the first user message.
+    """
     texts = [_text_of_user(message) for message in messages]
     num_places = sum(text.count(IMAGE_TEXT) for text in texts)
     placed = list(messages)
@@ -163,7 +167,11 @@ def _text_parts(text: str) -> list[dict[str, Any]]:
 
 
 def _plain_part(part: Any, remaining: list[Any], sources: list[Any]) -> Any:
-    """Return a part as chat templates expect it, and move its image from the part or from the column to `sources`."""
+    """Return a part of a message in the form that chat templates expect, without its image.
+
+    The image is appended to `sources`. It comes from the part itself, or else it is the next one of `remaining`, the
+    images of the column that no part has used yet.
+    """
     if not is_image_part(part):
         return part
     value = image_value(part)
@@ -179,7 +187,7 @@ def _plain_part(part: Any, remaining: list[Any], sources: list[Any]) -> Any:
 
 
 def image_value(part: Mapping[str, Any]) -> Any:
-    """Return the image of an image part as it stands there, or an object with its `bytes`; None if it names no image."""
+    """Return the image of an image part, unread: a path, a data URL, or an object with `bytes`. None if there is none."""
     name = next((name for name in IMAGE_FIELDS if part.get(name) is not None), None)
     if name is None:
         return None

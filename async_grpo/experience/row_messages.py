@@ -82,8 +82,8 @@ def row_messages(messages: Sequence[Any], known_roles: Collection[str] = ROLES) 
         known_roles: Names of the roles that the chat template knows.
 
     Raises:
-        ConfigurationError: A message has no role or an unknown one, or no text. Or the last message is the assistant's:
-            the prompt would contain the answer.
+        ConfigurationError: A message has no role, an unknown role, or no text. Or the last message is the assistant's, so
+            that the prompt would contain the answer.
     """
     refuse(not messages, "messages must be a list of objects with role and content, and it is empty")
     are_token_ids = all(type(message) is int for message in messages)
@@ -298,9 +298,9 @@ def row_tools(row: Mapping[str, Any]) -> list[dict[str, Any]] | None:
 
 
 def _without_nulls(value: Any) -> Any:
-    """Return a JSON schema without the fields that are null, except those of JSON_NULLS.
+    """Return a JSON schema without the fields that are null. The fields of JSON_NULLS stay.
 
-    A Parquet file gives each schema the fields of all others, with null as their value.
+    In a Parquet file, all schemas of a list get the same fields. A field that a schema did not have gets the value null.
     """
     if isinstance(value, dict):
         fields = {}

@@ -22,7 +22,7 @@ PROMPT_LIKE = (
     "problem_statement",
     "question_content",
 )
-# Columns that may belong to the question, but that no option reads together with it
+# Columns whose text may belong to the question. No option joins them with the column of the question
 PARTS_OF_PROMPTS = (
     "system",
     "system_prompt",
@@ -182,7 +182,7 @@ def refuse_placeholders(row: Mapping[str, Any], *, reads_images: bool = False) -
 
 
 def without_images(row: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a row without its columns of images."""
+    """Return a row without the columns that hold its images."""
     return {name: value for name, value in row.items() if name not in PLACEHOLDERS[IMAGE_PLACEHOLDER]}
 
 
@@ -191,7 +191,7 @@ def _prompt_text(row: Mapping[str, Any]) -> str:
 
 
 def joined_texts(value: Any) -> str:
-    """Return all texts in a value as one text with single blanks, in which other texts can be looked for."""
+    """Return all texts in a value as one text with single blanks, so that other texts can be searched for in it."""
     return " ".join(" ".join(_texts(value)).split())
 
 

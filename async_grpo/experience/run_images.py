@@ -38,7 +38,7 @@ class ImageSource:
         path = image_path(value, folder)
         if path is None:
             return cls(None, value)
-        # Another process, whose current folder may be another one, writes the file of the run
+        # The path must be absolute, because another process reads it, whose current folder may differ
         return cls(path.absolute(), None)
 
     def write(self, path: Path) -> None:
@@ -61,7 +61,7 @@ class ImageSource:
 
 @contextmanager
 def _new_file(path: Path, name: str) -> Iterator[Path]:
-    """Let the block write a temporary file, which becomes the file of an image at the end.
+    """Yield the path of a temporary file to write. At the end of the `with` block it is renamed to the file of an image.
 
     Args:
         path: The file of the image.
@@ -141,7 +141,7 @@ class RunImages:
         for image, source in zip(prompt.images, sources, strict=True):
             path = Path(image.path)
             self._paths[image.digest] = path
-            # A large image would hold up the event loop
+            # A thread writes it, because a large image would block the event loop
             await asyncio.to_thread(source.write, path)
 
     async def write_all(self, prompts: Iterable[Prompt]) -> None:
@@ -165,14 +165,14 @@ class RunImages:
         await asyncio.to_thread(_write_content, Path(image.path), content)
 
     def restore(self, groups: Iterable[Group]) -> None:
-        """Note the images of the finished groups of a resumed run. The earlier run wrote those of environments."""
+        """Note which images the finished groups of a resumed run need. Their files already exist."""
         for group in groups:
             for sample in group.samples:
                 for image in images_of(sample):
                     self._note(group.prompt.ordinal, image)
 
     def _note(self, ordinal: int, image: ImageReference) -> None:
-        """Note that a group, or with a negative ordinal an evaluation, needs an image."""
+        """Note that a group needs an image. A negative ordinal belongs to an evaluation."""
         if ordinal < 0 or self._keeps_all:
             self._kept_digests.add(image.digest)
             return

@@ -14,10 +14,10 @@ Means = dict[str, float | None]
 class RunningMeans:
     """The running mean of each key, and how each step changed the means.
 
-    Steps are processed before they are trained, so the means may be ahead of the trainer. A checkpoint needs the means
-    before its next step, because the groups of that step are alive and are processed again. So the old values that a step
-    replaces are kept until the weights of the step are in use. With several passes over each batch, all minibatches of a
-    batch have the number of its last step.
+    A step changes the means when its advantages are computed, which is before the step is trained. So at a checkpoint
+    before step k, the means may already include step k. But a resumed run computes the advantages of step k again, and
+    needs the means before that step. So the values that a step replaces are kept until the engines use the weights of
+    the step. With several passes over each batch, all minibatches of a batch count as its last step.
 
     Args:
         column: Column of the rows with the key, such as the name of an agent. None gives each question its own mean.
@@ -48,13 +48,13 @@ class RunningMeans:
     def update(self, step: int, means: Mapping[str, float]) -> None:
         """Set the means of some keys after all samples of a step, or of one of its minibatches."""
         replaced: Means = {key: self._means.get(key) for key in means}
-        # An earlier minibatch of the step may have replaced a mean already. A checkpoint needs the mean before it
+        # If an earlier minibatch of the step already replaced this mean, keep the value from before that minibatch
         self._replaced[step] = replaced | self._replaced.get(step, {})
         self._means.update(means)
 
     def forget_before(self, step: int) -> None:
-        """Forget the means that steps before this one replaced. No checkpoint will begin with one of those steps."""
-        # A copy of the keys, because another thread may add a step meanwhile
+        """Forget the means that steps before this one replaced, because no checkpoint will begin with these steps."""
+        # Iterate over a copy of the keys, because another thread may add a step meanwhile
         for earlier_step in list(self._replaced):
             if earlier_step < step:
                 del self._replaced[earlier_step]

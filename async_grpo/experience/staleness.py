@@ -218,7 +218,7 @@ class StepAssembler:
                 self._early_groups_due.append(due)
 
     def offer(self, group: Group) -> list[Event]:
-        """Accept a finished group, and end its step if it is the last one.
+        """Accept a finished group, and end its step if it is the last group of the step.
 
         Returns:
             For each step that ends, its last rounds of micro-batches and then a `StepComplete`. The list is empty if no
@@ -247,7 +247,8 @@ class StepAssembler:
     def _claim_place(self, group: Group) -> bool:
         """Take a place in the current step for the group, if it may be trained in this step.
 
-        It may if it is due in this step, or if fewer than `slack` groups are early. Then it becomes early itself.
+        It may be trained if it is due in this step. If it is due later, it may be trained as long as fewer than `slack`
+        groups are early, and counts as early from then on.
 
         Returns:
             Whether the group got a place.

@@ -4,8 +4,8 @@ A group is alive from its admission until the engines use the weights that were 
 is saved completely. An unfinished group is generated again from its beginning, with the same seeds. New seeds would
 favor short completions, because the unfinished ones are mostly long.
 
-Older versions of this library saved the turns of a finished group without their times. If the order of these turns
-cannot be known, that group is generated again, too.
+Older versions of this library saved the turns of a finished group without their order in time. If a trajectory of such a
+group has several sequences, the order is unknown, and the group is generated again, too.
 """
 
 import base64
@@ -57,7 +57,7 @@ class UnfinishedGroup:
     """A group that is admitted but not completely generated and scored."""
 
     prompt: Prompt
-    resampled: int = 0  # number of earlier prompts of this group that were replaced
+    resampled: int = 0  # how often the prompt of this group was replaced by another one
 
 
 @dataclass(frozen=True)
@@ -109,7 +109,7 @@ class ExperienceState:
         return joined_arrays | self._condition_arrays()
 
     def _condition_arrays(self) -> dict[str, np.ndarray]:
-        """Return the embeddings of the prompts, once for each group: `condition.GROUP.INDEX`."""
+        """Return the embeddings of the prompts, once for each group, with names of the form `condition.GROUP.INDEX`."""
         arrays: dict[str, np.ndarray] = {}
         for number, group in self.alive.items():
             if isinstance(group, Group):
@@ -251,7 +251,8 @@ def _turn(row: Mapping[str, Any]) -> Turn:
 def _has_unknown_order(row: Mapping[str, Any]) -> bool:
     """Return whether the time order of a sample's turns is unknown.
 
-    Older versions of this library saved turns without their numbers. With several sequences, the order is then lost.
+    Older versions of this library saved turns without their numbers. Then the order is known only if all turns belong to
+    one sequence.
     """
     turns = row["turns"]
     has_no_times = any("number" not in turn for turn in turns)

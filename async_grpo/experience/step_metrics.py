@@ -19,11 +19,11 @@ from async_grpo.metrics.free_numbers import IGNORED_PREFIX
 from async_grpo.metrics.spans import Interval, union
 from async_grpo.types import Completion, Group, Outcome, RewardStatus, Sample
 
-# Minimum numbers of rewards and steps after which an adapter can be reported as constant
+# An adapter is reported as constant if all of its rewards are equal after at least this many rewards and steps
 ENOUGH_REWARDS = 50
 ENOUGH_STEPS = 3
-MAX_KIND_CHARACTERS = 60  # in the name of an error in a metric
-SHOWN_CHARACTERS = 300  # of the first failed trajectory's reason, in an alarm
+MAX_KIND_CHARACTERS = 60  # maximum length of an error's name that becomes part of a metric key
+SHOWN_CHARACTERS = 300  # maximum length of the reason that the alarm about failed trajectories shows
 
 
 def _mean(values: Iterable[float]) -> float | None:
@@ -63,8 +63,8 @@ def reward_stats(samples: Sequence[Sample]) -> dict[str, Any]:
 def trajectory_stats(samples: Sequence[Sample]) -> dict[str, Any]:
     """Return statistics of the trajectories of a run with an environment, or {} for other runs.
 
-    Means are taken of the numbers that the environments report, and of the numbers of turns, of sampled tokens per turn
-    and of sequences. Counts are the numbers of failed trajectories, and of requests with ignored fields.
+    They have the mean number of turns and sequences per trajectory, of sampled tokens per turn, and the mean of each
+    number that the environments report. Failed trajectories and requests with ignored fields are counted.
     """
     trajectories = [sample.completion for sample in samples if sample.completion.outcome is not None]
     if not trajectories:
@@ -87,7 +87,7 @@ def trajectory_stats(samples: Sequence[Sample]) -> dict[str, Any]:
 
 
 def _failures_by_kind(outcomes: Iterable[Outcome]) -> dict[str, int]:
-    """Return the number of failed trajectories by the kind of error, such as environment_failures/AgentFailed."""
+    """Return the number of failed trajectories for each kind of error. A key is like `environment_failures/AgentFailed`."""
     counts: dict[str, int] = {}
     for outcome in outcomes:
         kind = outcome.failure.partition(":")[0]
@@ -287,8 +287,8 @@ class StepAlarms:
     def _is_constant(self, name: str, stats: Mapping[str, Any]) -> bool:
         """Return whether all rewards of a verifier so far are equal and below its best reward.
 
-        The result is False until there are `ENOUGH_REWARDS` rewards in `ENOUGH_STEPS` steps. Each call counts as one
-        step.
+        The result is False until there are `ENOUGH_REWARDS` rewards in `ENOUGH_STEPS` steps. Call this once per step and
+        verifier: each call counts as a step.
         """
         only_reward = stats.get("only_reward_so_far")
         best_reward = self._best_rewards.get(name.removesuffix(" (evaluation)"), 1.0)
@@ -300,7 +300,10 @@ class StepAlarms:
 
 
 class EngineUtilization:
-    """Measures how long the engines may work: a slot of the budget is free, or admitted sequences are unfinished."""
+    """Measures for how many seconds the engines were allowed to work, and for how many they had to wait.
+
+    Engines may work while a slot of the staleness budget is free, or while admitted sequences are unfinished.
+    """
 
     def __init__(self, clock: Callable[[], float] = time.time) -> None:
         self._clock = clock

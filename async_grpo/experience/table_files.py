@@ -1,8 +1,8 @@
 """Read rows from Parquet files, and from folders and data sets of the hub by the library `datasets`.
 
-CSV, TSV and JSON are read without `datasets`, in folders, too: it chooses one type for each column, so an answer 007 would
-become 7, NA would become a null, and texts in a column with numbers would become JSON. Parquet files have types of their
-own.
+CSV, TSV and JSON files are never read by `datasets`, not even in folders, because it chooses one type for each column: an
+answer 007 would become 7, NA would become null, and texts in a column with numbers would become JSON. Parquet files store
+the types of their columns.
 """
 
 import importlib
@@ -109,7 +109,10 @@ def _rows_of_dataset(path: str, dataset: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _with_json(value: Any, feature: Any) -> Any:
-    """Return the value with each JSON text of a feature `Json` parsed, as `datasets` stores values of several types."""
+    """Return the value, with each JSON text of a feature `Json` parsed.
+
+    `datasets` stores a column with values of several types as such a feature.
+    """
     if type(feature).__name__ == "Json":
         return parse_json(value) if isinstance(value, str) else value
     if isinstance(value, dict) and isinstance(feature, dict):
@@ -134,9 +137,9 @@ def _placed_rows(path: str, batches: Iterable[Any]) -> Iterator[tuple[str, Any]]
 
 
 def _numbers_of_single_precision(batch: Any) -> dict[str, list[float | None]]:
-    """Return the numbers of each column of float32, by its name, with as few digits as they need.
+    """Return the numbers of each float32 column, by name, rounded to the digits that identify them.
 
-    Arrow itself makes 0.10000000149011612 of the float32 that is nearest to 0.1, which no completion would state.
+    The float32 that is nearest to 0.1 becomes 0.1. Arrow itself returns 0.10000000149011612, which no completion states.
     """
     numbers = {}
     for field in batch.schema:
@@ -150,7 +153,7 @@ def _saved(datasets: Any, name: str, selection: list[str]) -> Any:
     """Return the data set of one split in a folder that `save_to_disk` wrote.
 
     Raises:
-        ConfigurationError: The selection names a split that does not exist, or does not say which of several is meant.
+        ConfigurationError: The selection names a split that does not exist, or names none although there are several.
     """
     dataset = datasets.load_from_disk(name)
     if not isinstance(dataset, datasets.DatasetDict):
@@ -163,7 +166,7 @@ def _chosen_parts(datasets: Any, name: str, selection: list[str]) -> tuple[str, 
     """Return the names of configuration and split.
 
     Raises:
-        ConfigurationError: The selection names one that does not exist, or does not say which of several is meant.
+        ConfigurationError: The selection names one that does not exist, or names none although there are several.
     """
     configurations = datasets.get_dataset_config_names(name)
     if len(selection) == 2 or (selection and len(configurations) > 1 and selection[0] in configurations):
@@ -178,7 +181,7 @@ def _chosen_parts(datasets: Any, name: str, selection: list[str]) -> tuple[str, 
 def _text_files(datasets: Any, name: str, configuration: str, split: str) -> list[Path]:
     """Return the files of a folder's split if this library reads all of them as texts, else [].
 
-    A file of rows that `datasets` would leave out, because other files have another format, is named by a warning.
+    `datasets` reads files of only one format in a folder. A warning names each file of rows that is left out.
     """
     files_by_split = datasets.load_dataset_builder(name, configuration).config.data_files or {}
     split_by_file = {Path(str(file)): str(key) for key, files in files_by_split.items() for file in files}

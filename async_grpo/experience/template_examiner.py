@@ -1,4 +1,4 @@
-"""`TemplateExaminer`: warns about what a chat template silently leaves out of the prompts."""
+"""`TemplateExaminer`: warns about parts of conversations that a chat template silently leaves out."""
 
 import logging
 from contextlib import suppress
@@ -40,7 +40,7 @@ class TemplateExaminer:
     def examine(
         self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None, text: str, place: str
     ) -> None:
-        """Warn about what the template leaves out of a conversation. Each combination of roles is examined once.
+        """Warn about parts of a conversation that the template leaves out. Each combination of roles is examined once.
 
         Args:
             messages: The conversation.
@@ -53,7 +53,7 @@ class TemplateExaminer:
         if combination in self._examined or len(self._examined) >= MAX_EXAMINED:
             return
         self._examined.add(combination)
-        # The template may refuse a changed conversation, because no row may have such a conversation
+        # The template may refuse a changed conversation, for example one without tools. This is not an error of the row
         with suppress(ConfigurationError):
             self.warn_about_generation_prompt(messages, tools, text, place)
         with suppress(ConfigurationError):

@@ -1,4 +1,4 @@
-"""What a chat template writes for a turn of the policy: what opens the turn, and how it spells a call of a tool."""
+"""Find out what a chat template writes for a turn of the policy: its beginning, and the spelling of tool calls."""
 
 import json
 import re
@@ -14,7 +14,7 @@ QUESTION = {"role": "user", "content": "Please add 17 and 25 for Eve."}
 PROBE_CONTENT = "It is 42."
 PROBE_THOUGHT = "17 and 25 are 42."
 CONTROL_TOKEN = re.compile(r"<[|｜][^<>]{1,60}>")
-# A call as probe. Its arguments are a text and a number, because some formats distinguish the two and others do not
+# The tool call that probes contain. Its arguments are a text and a number, because some formats spell the two differently
 CALL_NAME = "add_numbers"
 CALL_ARGUMENTS = {"person": "Eve", "count": 17}
 CALL_ID = "a1b2c3d4e"
@@ -44,12 +44,12 @@ _CALL = {
 # Templates differ in what they expect as the content of a message with calls
 _CONTENTS = ("", None, "I add.")
 _CONTROL_BEGINNINGS = "<["
-MAX_CONTROL_CHARACTERS = 40  # a control token has fewer characters
+MAX_CONTROL_CHARACTERS = 40  # upper bound of the number of characters of a control token
 
 
 @dataclass(frozen=True)
 class CallSpelling:
-    """How a chat template treats tools.
+    """How a chat template writes tools and tool calls, found out by rendering a probe.
 
     Attributes:
         shows_tools: Whether the prompt depends on the tools.
@@ -96,7 +96,7 @@ def call_spelling(prompts: PromptRenderer) -> CallSpelling:
 
 
 def opening_of_turn(prompts: PromptRenderer, begin_tags: Sequence[str]) -> str:
-    """Return the text that the prompt for a turn contains and a finished turn does not, such as a tag for thoughts.
+    """Return the text that a template adds to the prompt for a turn, but not to a finished turn, such as `<think>`.
 
     Args:
         prompts: The chat template.
@@ -116,15 +116,17 @@ def opening_of_turn(prompts: PromptRenderer, begin_tags: Sequence[str]) -> str:
 
 @dataclass(frozen=True)
 class TurnFrame:
-    """What a chat template writes around the parts of a turn. The policy writes it, too, so it is in the sampled text.
+    """The texts that a chat template writes around the thought and the content of a turn.
+
+    The policy samples these texts, too, so they are found in sampled turns.
 
     Attributes:
         before_thought: The text before the thought; "" if it is not known.
         after_thought: The text between the thought and the content.
         before_content: The text before the content of a turn without a thought; "" if there is none, or if the prompt
-            has it.
-        after_content: Texts that may end the turn, the longest first. The template writes all of the first one, but the
-            engine stops at one of its control tokens.
+            already ends with it.
+        after_content: Texts that may end the turn, the longest first. The first one is what the template writes. The
+            others are beginnings of it, because the engine stops at one of its control tokens.
     """
 
     before_thought: str = ""
@@ -133,9 +135,9 @@ class TurnFrame:
     after_content: tuple[str, ...] = ()
 
     def split(self, text: str) -> tuple[str | None, str] | None:
-        """Divide a turn into its thought, None if there is none, and the rest.
+        """Divide a turn into its thought (None if there is none) and the rest.
 
-        The result is None if no part of the frame is in the text.
+        Return None if the text contains none of the texts of this frame.
 
         >>> frame = TurnFrame("to=self:", "<end>to=user:", "to=user:", ("<eot>",))
         >>> frame.split("to=self:2 + 2<end>to=user:4<eot>")
@@ -170,7 +172,8 @@ def turn_frame(prompts: PromptRenderer, thought_tags: Sequence[str]) -> TurnFram
 
     Args:
         prompts: The chat template.
-        thought_tags: Tags of thoughts that are read without the frame. A frame that contains one of them is not used.
+        thought_tags: Tags such as `<think>`, whose thoughts are found without a frame. If the frame would contain one of
+            these tags, an empty frame is returned.
 
     Raises:
         ConfigurationError: The template refuses a question and its answer.
@@ -181,7 +184,7 @@ def turn_frame(prompts: PromptRenderer, thought_tags: Sequence[str]) -> TurnFram
     before_content, content, after_content = turn.partition(PROBE_CONTENT)
     has_tags = any(tag in turn for tag in thought_tags)
     control_tokens = CONTROL_TOKEN.findall(after_content)
-    # A single control token after the content ends the turn, and is not part of the sampled text
+    # If there is only a single control token after the content, it ends the turn, and the sampled text does not have it
     has_frame = before_content.strip() or len(control_tokens) > 1
     if not content or not has_frame or has_tags:
         return TurnFrame()
@@ -201,7 +204,7 @@ def _turn_after(question: str, whole: str) -> str:
 
 
 def _common_beginning(text: str, second_text: str) -> int:
-    """Return the number of characters that both texts begin with. A control token is not divided."""
+    """Return the length of the common beginning of two texts. The beginning does not end within a control token."""
     length = 0
     for character, other_character in zip(text, second_text, strict=False):
         if character != other_character:
@@ -209,7 +212,7 @@ def _common_beginning(text: str, second_text: str) -> int:
         length += 1
     if length == min(len(text), len(second_text)):
         return length
-    # Both texts may continue with control tokens that begin alike, such as <think> and <tool_call>
+    # The texts may differ only within a control token: <think> and <tool_call> both begin with <t
     for place in range(length - 1, max(0, length - MAX_CONTROL_CHARACTERS) - 1, -1):
         if text[place].isspace() or text[place] in ">]":
             break
@@ -221,8 +224,8 @@ def _common_beginning(text: str, second_text: str) -> int:
 def lost_roles(text: str, messages: Sequence[Message]) -> list[str]:
     """Return the roles of messages whose content a rendered text does not contain.
 
-    White space is not compared, because templates trim it. A template may write a text as JSON. The time is proportional to
-    the text if its messages are in their order.
+    White space is not compared, because templates trim it. Contents are also found in the form of JSON texts. If the
+    template writes the messages in their order, the search takes time proportional to the length of the text.
     """
     squeezed = _squeezed(text)
     roles = []

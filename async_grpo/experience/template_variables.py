@@ -1,7 +1,7 @@
 """Find what is wrong with a chat template, or with the user's variables for it, before a prompt is rendered.
 
-A template reads a variable without complaint whatever its value is, and ignores one that it does not know. Prompts would be
-wrong, and nobody would notice.
+A template raises no error for a variable that it does not know, or for a value that it does not expect. So the prompts would
+be wrong, and nobody would notice.
 """
 
 import re
@@ -12,7 +12,8 @@ from jinja2 import Environment, TemplateSyntaxError, meta, nodes
 
 from async_grpo.options.fields import nearest, refuse
 
-# Tags that transformers adds to Jinja's. They mark the answers, and say nothing about variables
+# The tags `generation` and `endgeneration`, which transformers adds to Jinja. They are removed, because Jinja's parser does
+# not know them
 EXTRA_TAG = re.compile(r"\{%-?\s{0,9}(?:end)?generation\s{0,9}-?%\}")
 BOOLEANS = {
     "true": True,
@@ -51,8 +52,8 @@ def check_variables(variables: Mapping[str, Any], templates: list[str], template
         template_name: Name of the template in messages.
 
     Raises:
-        ConfigurationError: No template reads a variable, so it would change nothing. Or its value is a word or number that
-            means true or false, but that the template would not read as such.
+        ConfigurationError: No template reads a variable, so it would change nothing. Or its value is a word or number by
+            which the user probably means true or false, but which the template would take for something else.
     """
     if not variables:
         return
@@ -89,10 +90,10 @@ def _parsed(template: str) -> nodes.Template:
 
 
 def _variables_of(tree: nodes.Template) -> set[str]:
-    """Return the names that a template reads and does not set itself.
+    """Return the names of the variables that a template reads, and that its user may set.
 
-    A name that it sets, too, counts only if it has a default for it: `{% set x = x or 3 %}`, or a test such as
-    `x is defined`.
+    A name that the template sets itself counts only if the user's value has an effect, as in `{% set x = x or 3 %}` or
+    with a test such as `x is defined`.
     """
     set_names = {node.name for node in tree.find_all(nodes.Name) if node.ctx != "load"}
     names_with_default: set[str] = set()
@@ -109,9 +110,10 @@ def _variables_of(tree: nodes.Template) -> set[str]:
 
 
 def _intended_boolean(value: Any, name: str, trees: list[nodes.Template]) -> bool | None:
-    """Return the boolean that the user probably means by a text or number, if templates would read another value from it.
+    """Return the boolean that the user probably means by a text or number, if a template would misread this value.
 
-    A text such as "no" is true in a condition, unless the template compares it with such a text.
+    For example, Jinja takes the text "no" for true. If a template compares the variable with such a text, it reads the
+    value correctly, and the result is None.
     """
     word = str(value).strip("\"' ").lower()
     if isinstance(value, bool) or not isinstance(value, str | int) or word not in BOOLEANS:

@@ -1,4 +1,4 @@
-"""Read the lines of a data file as text, and say what another file is: in another encoding, packed, or no text at all."""
+"""Read the lines of a data file as text. For other files, the error says what they are, such as packed or UTF-16."""
 
 import codecs
 import json
@@ -97,9 +97,10 @@ def decoded(content: bytes, place: str) -> str:
 
 
 def json_problem(error: ValueError) -> str:
-    """Return what is wrong with a row that is not JSON, and the text there.
+    """Return what is wrong with a row that is not JSON, and the text at the wrong place.
 
-    The decoder's own message counts lines within the row, which looks like another line of the file.
+    The decoder's own message is not used, because it counts lines within the row, and would seem to name a line of the
+    file.
     """
     if TOO_LONG_NUMBER in str(error):
         return "a whole number has thousands of digits: write it as a text, in double quotes"

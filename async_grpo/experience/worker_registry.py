@@ -16,8 +16,8 @@ from async_grpo.messages import WorkerInfo
 from async_grpo.options.fields import refuse
 from async_grpo.options.source_file import find_entry
 
-# A request goes to the worker whose cache holds its beginning, unless the load of that worker exceeds the lowest load
-# by more than this. A load is the share of a worker's maximum number of sequences or tokens that is in use
+# A request goes to the worker whose prefix cache holds its beginning, unless the load of that worker exceeds the lowest
+# load by more than this. A load of 1.0 means that all of a worker's places or tokens are in use
 AFFINITY = 0.25
 
 
@@ -116,8 +116,10 @@ class WorkerRegistry:
 
     def register(self, info: WorkerInfo) -> None:
         """Add a worker. It gets work only after `activate`."""
-        offer = f"{info.worker_id} takes {info.max_sequences} sequences and {info.max_tokens} tokens: too few"
-        refuse(info.max_sequences < 1 or info.max_tokens < 1, offer)
+        problem = (
+            f"{info.worker_id} takes {info.max_sequences} sequences and {info.max_tokens} tokens: too few"
+        )
+        refuse(info.max_sequences < 1 or info.max_tokens < 1, problem)
         self.deregister(info.worker_id, "it registered again")
         self._members[info.worker_id] = Member(info)
         self._members_changed()
@@ -142,7 +144,7 @@ class WorkerRegistry:
         return self._members[worker_id].sequences if worker_id in self._members else 0
 
     def deregister(self, worker_id: str, reason: str) -> None:
-        """Remove a worker, so that its leases become void. Unknown ids are ignored: a loss may be reported twice."""
+        """Remove a worker. Unknown ids are ignored, because a loss may be reported twice."""
         member = self._members.pop(worker_id, None)
         if member is None:
             return
@@ -194,7 +196,7 @@ class WorkerRegistry:
         sequences = min(sequences, lease.sequences)
         lease.sequences -= sequences
         self._add_load(lease.member, -sequences, -sequences * lease.tokens_each)
-        # The waiting caller found no room at the other workers, so only this worker can help
+        # The first waiting caller of `acquire` found no room at other workers, so it is woken only if this one has room
         if lease.member.has_room(self._wanted):
             self._changed.set()
 

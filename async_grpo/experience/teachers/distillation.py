@@ -1,10 +1,10 @@
 """`Teachers`: has the teacher of each row compute the log-probs of the sampled tokens.
 
-`GroupAdvantages` turns them into advantages. In A_t = coef * (log pi_T - log pi), pi is the engine's policy as it was
-when it sampled the token, and not the trainer's. If the token is off-policy, and the loss has the importance ratio
-pi / mu, the expected gradient is that of KL(pi || pi_T) - KL(pi || mu), where mu is the policy that sampled the token.
+`GroupAdvantages` turns these log-probs into advantages: A_t = coef * (log pi_T - log mu). pi_T is the teacher, and mu is
+the policy that sampled the token. The trainer's policy pi may already differ from mu. If the loss has the importance ratio
+pi / mu, the expected gradient is that of KL(pi || pi_T) - KL(pi || mu).
 
-A teacher that gave no log-prob does not agree with the policy: the token is left out of the loss.
+If the teacher gave no log-prob for a token, the token is left out of the loss.
 """
 
 from collections.abc import Mapping, Sequence
@@ -20,8 +20,8 @@ from async_grpo.experience.step_metrics import lacks_teacher
 from async_grpo.protocols import Logprobs
 from async_grpo.types import Group, Sample
 
-MAX_LOG_RATIO = 80.0  # the exponential of a larger one would make a mean useless
-MAX_SHOWN_CHARACTERS = 200  # of a row's value, in an error message
+MAX_LOG_RATIO = 80.0  # larger log ratios are cut to this, because a single exp(ratio) would dominate the mean
+MAX_SHOWN_CHARACTERS = 200  # maximum number of characters of a row's value in an error message
 
 
 def teacher_name(config: TeacherConfig, row: Mapping[str, Any]) -> str:
@@ -76,7 +76,7 @@ class Teachers:
         """Check that a teacher gave a log-prob for at least one token of a step.
 
         Raises:
-            RunFailed: No teacher did; the message contains the first reason.
+            RunFailed: There is no such token. The message contains the first reason.
         """
         samples = [sample for group in groups for sample in group.samples if len(sample.completion)]
         if not samples or not all(lacks_teacher(sample) for sample in samples):
@@ -94,7 +94,7 @@ class Teachers:
 
         - `teacher_kl`: mean of log pi - log pi_T over the covered tokens, in nats. It estimates KL(pi || pi_T) per token.
         - `teacher_kl_k3`: the estimator k3 of the same (see `algorithm.kl`), which varies less and is never negative.
-        - `teacher_kl/NAME`: the same over the rows of one teacher, if there are several.
+        - `teacher_kl/NAME`: `teacher_kl` over the rows of one teacher, if there are several teachers.
         - `teacher_covered`: share of the sampled tokens for which a teacher gave a log-prob.
         - `teacher_failures`: number of samples for which a teacher gave no log-prob at all.
         """

@@ -1,7 +1,7 @@
-"""`TeacherServer`: a teacher on a server with OpenAI's API that returns the log-probs of a prompt's tokens, such as vLLM's.
+"""`TeacherServer`: a teacher that runs on a server such as vLLM's, which returns the log-probs of a prompt's tokens.
 
-Each sequence is sent to `/completions` as token ids, with `prompt_logprobs`. Requests keep to the limits, retries and
-cache of judges. A sequence whose request failed gets NaN, so that it is left out of the loss.
+Each sequence is sent to `/completions` as token ids, with `prompt_logprobs`. Requests are limited, repeated and cached
+like those of judges. A sequence whose request failed gets NaN, so that it is left out of the loss.
 """
 
 import asyncio
@@ -29,8 +29,9 @@ from async_grpo.rewards.http.http_client import EndpointClient
 from async_grpo.rewards.http.rate_limiter import RateLimiter
 from async_grpo.types import ImageReference
 
-REPLY_BYTES_PER_TOKEN = 1024  # largest accepted reply for each log-prob; vLLM writes about 100 bytes
-REPLY_BYTES = 2**16  # largest accepted reply besides its tokens
+# A reply may have at most REPLY_BYTES, plus this for each log-prob, for which vLLM writes about 100 bytes
+REPLY_BYTES_PER_TOKEN = 1024
+REPLY_BYTES = 2**16
 LARGE_SEQUENCE_TOKENS = 2048  # the reply for a longer sequence is read in a thread
 LOWEST_LOGPROB = -9999.0  # vLLM writes this number for a probability of 0
 MAX_TOKEN_ID_DIGITS = 9
@@ -50,7 +51,7 @@ class TeacherServer:
         cache: Cache of the log-probs; None without one.
 
     Attributes:
-        first_failure: Why the first sequence got no log-probs; "" if all got some.
+        first_failure: Reason for which a sequence got no log-probs for the first time; "" if this has not happened.
 
     Raises:
         ConfigurationError: The address is invalid, or the API key is not in the environment.
@@ -96,10 +97,10 @@ class TeacherServer:
             ConfigurationError: The server does not answer, or its tokenizer differs.
         """
         compared_ids = list(token_texts)
-        # The server says nothing of the first token, which no token predicts
+        # The server gives no log-prob for the first token, so one token more is sent
         token_ids = [compared_ids[0], *compared_ids]
         try:
-            # With the run's number of most probable tokens, because a server may allow fewer
+            # Ask for as many of the most probable tokens as the run will, because a server may allow fewer
             positions = _positions_of(await self._post(token_ids, self._top_k), token_ids)
         except JudgeError as error:
             raise ConfigurationError(
@@ -124,7 +125,7 @@ class TeacherServer:
     ) -> list[np.ndarray]:
         """Return the log-probs (T,) of each completion, NaN where the server gave none; see `Logprobs`.
 
-        A server knows neither a grammar's tokens nor images; runs that have them are refused at the start.
+        `allowed` and `images` are always None, because runs with typed output or images refuse such a teacher.
         """
         assert allowed is None and images is None, "`config.teachers` refuses grammars and images"
         return [rows[:, 1, 0] for rows in await self.logprobs_with_top(sequences, prompt_lengths, 0)]
@@ -227,7 +228,7 @@ def _logprob(entry: Any) -> float | None:
 
 
 def _positions_of(reply: Mapping[str, Any], token_ids: Sequence[int]) -> list[dict[str, Any]]:
-    """Return what the reply says of each position but the first, by token id.
+    """Return the entries of the reply, by token id, for each position except the first.
 
     Raises:
         BadReply: The reply has another form, or other tokens.
