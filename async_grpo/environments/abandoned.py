@@ -1,11 +1,15 @@
 """Turns that an agent threw away: retries, resampled turns, and choices of `n` that it did not use.
 
-A turn is abandoned if another turn was sampled after exactly the same history, a request that came after both continued
-that other turn, and no request continued this one. If no turn of the same history was continued, as at the end of a
-trajectory, none of them is abandoned. The answer of an agent that started over is not abandoned either, because nothing
-came after it. If two turns have the same tokens, only the later one counts as continued. Conversations of sub-agents have
-histories of their own, so their turns are not abandoned. If a sub-agent begins with the same tokens as another one, its
-turns cannot be distinguished from retries.
+For example, an agent samples turns A and B after the same history, and its next request continues B. Then A is abandoned.
+In general, turn A is abandoned if three conditions hold:
+
+- another turn B was sampled after exactly the same history,
+- a request that came after both A and B continued B,
+- no request continued A.
+
+At the end of a trajectory, no turn has been continued, so none is abandoned. If A and B have the same tokens, only the
+later one counts as continued. The conversations of sub-agents have different histories, so their turns are not abandoned.
+But if two sub-agents begin with the same tokens, the turns of the first one may look like retries.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -18,7 +22,7 @@ from async_grpo.environments.sequence import RecordedTurn, TrajectorySequence
 from async_grpo.types import ImageReference, Turn
 
 NO_TOKEN_IDS = np.empty(0, np.int32)
-# In place of the number of the latest turn that continued a turn: no turn continued it
+# Stands for the number of the latest turn that continued a turn, if no turn continued it
 NEVER = -1
 
 
@@ -34,7 +38,7 @@ def abandoned_numbers(
             do not occur in the later history.
     """
     if len(sequences) < 2:
-        # A second turn of the same history always begins a sequence
+        # Two turns with the same history are always in different sequences
         return frozenset()
     abandoned: set[int] = set()
     for siblings in _turns_by_history(sequences):
@@ -102,18 +106,18 @@ def _begins_with_images(sequence: TrajectorySequence, images: tuple[ImageReferen
 def without_turns(
     sequences: Sequence[TrajectorySequence], numbers: Collection[int]
 ) -> list[TrajectorySequence]:
-    """Return the sequences without some of their last turns.
+    """Return the sequences without their abandoned turns.
 
-    If a turn in the middle is abandoned, it is the last one of its sequence, because nothing continued it. The turn that
-    the agent used in its place began a sequence of its own. It is put back in the place of the abandoned one, so that the
-    trajectory has as many sequences as if the abandoned turn had never been sampled.
+    An abandoned turn A is the last one of its sequence, because nothing continued it. The turn B that the agent used
+    instead began another sequence. Here, A is removed, and B and the turns after it are appended in its place. So the
+    trajectory has as many sequences as if A had never been sampled.
 
     Args:
         sequences: The sequences of the trajectory, which stay unchanged.
         numbers: Numbers of the abandoned turns.
     """
     results: list[TrajectorySequence] = []
-    open_ends: list[TrajectorySequence] = []  # those whose last turn was removed
+    open_ends: list[TrajectorySequence] = []  # sequences whose last turn was removed
     for sequence in sorted(sequences, key=lambda sequence: sequence.turns[0].turn.number):
         shortened = _shortened(sequence, numbers)
         if shortened is None:
@@ -162,7 +166,7 @@ def _longest_history(
 
 
 def _append(earlier: TrajectorySequence, later: TrajectorySequence) -> None:
-    """Append the turns of a sequence to the one that its first history begins with."""
+    """Append the turns of `later` to `earlier`, with which the first history of `later` begins."""
     first = later.turns[0]
     turn = replace(
         first.turn,

@@ -86,7 +86,7 @@ def split_thought(
         # The policy was cut off within its thought
         if not end_tag and begins:
             return text.lstrip().removeprefix(begin).strip(), ""
-    # It is not known which of the tags the prompt ends with, and none of them ends the thought
+    # The text has no end tag. If the prompt opened a thought, all of the text belongs to it
     return (text.strip(), "") if is_open else (None, text)
 
 
@@ -223,7 +223,7 @@ def _call_of_value(value: Any) -> FunctionCall | None:
 
 
 def _object_of(text: str) -> str | None:
-    """Return the JSON text of an object in one form; None if the text is not an object."""
+    """Return a JSON text of the object that a text describes, in Python's spelling; None if it describes no object."""
     try:
         value = parse_json(text.strip() or "{}")
     except ValueError:

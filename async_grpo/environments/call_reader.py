@@ -45,8 +45,8 @@ READ_S = 20.0  # maximum seconds for one turn in the process of vLLM's parsers
 PREFERRED = (
     "hermes qwen3_coder mistral llama3_json llama4_json deepseek_v3 deepseek_v31 deepseek_v32 glm45 kimi_k2 minimax_m2"
 ).split()
-# Some templates show tools, and write no calls or refuse to. A text that such a template contains -> the parser of its
-# format
+# Some templates show tools to the policy, but cannot write its calls. The format of such a template is recognized by a
+# text that it contains: text -> name of the parser
 FORMATS_BY_MARK = {
     "<|tool_call|>": "granite",
     "functools[": "phi4_mini_json",

@@ -198,8 +198,8 @@ class Chat:
 
     def shortened(self, text: str, max_tokens: int) -> str:
         """Return the text. If it has more than `max_tokens` tokens, return its beginning and a sentence that says so."""
-        # Each token of a text has at most this many characters, apart from exotic ones, so the rest cannot be needed.
-        # A lone surrogate, which tokenizers refuse, is replaced by a question mark, as in `encode`
+        # Hardly any token has more characters than this, so the text after the beginning would be cut off anyway. A lone
+        # surrogate, which tokenizers refuse, is replaced by a question mark, as in `encode`
         beginning = text[: MAX_CHARACTERS_PER_TOKEN * max_tokens].encode(errors="replace").decode()
         token_ids = self._tokenizer.encode(beginning, add_special_tokens=False)
         if len(token_ids) <= max_tokens and len(beginning) == len(text):
@@ -247,7 +247,7 @@ def message_of(turn: ReadTurn, number: int = 0) -> dict[str, Any]:
         message["content"] = turn.content.strip() or None
         message["tool_calls"] = [
             {
-                # Only with the policy's own id does the template write the call as the policy did
+                # If the policy wrote an id, it is kept, so that the template writes the call exactly as the policy did
                 "id": call.id or f"c{number:05d}{index:03d}",
                 "type": "function",
                 "function": {"name": call.name, "arguments": call.arguments},

@@ -66,14 +66,15 @@ class EnvironmentConfig(PromptOptions):
     )
     max_tool_tokens: int | None = _environment(
         None,
-        "Maximum tokens of a tool's answer. A longer answer is cut, and its end says so. By default 65,536 characters.",
+        "Maximum number of tokens of a tool's answer. A longer answer is cut, and a note at its end says so. By default, "
+        "answers are cut after 65,536 characters.",
         range=POSITIVE,
         portable=True,
     )
     tool_parser: str | None = _environment(
         None,
-        "How the policy's calls of tools are read: hermes, openai, cohere_command3, or the name of one of vLLM's tool "
-        "parsers. By default the one that reads the chat template's own calls. With none, calls stay text.",
+        "Parser that reads the policy's calls of tools: hermes, openai, cohere_command3, or the name of one of vLLM's tool "
+        "parsers. The default is a parser that can read the calls that the chat template writes. With none, calls stay text.",
         portable=True,
     )
     reasoning_parser: str | None = _environment(

@@ -1,4 +1,4 @@
-"""`failure_text`: an error of the user's environment or program as text, with the lines of the user's code."""
+"""`failure_text`: describes an error of the user's environment or program, with the lines of the user's code."""
 
 import traceback
 from pathlib import Path
@@ -18,7 +18,7 @@ def user_traceback(error: BaseException) -> str:
     while frames and Path(frames[0].filename).is_relative_to(PACKAGE):
         frames.pop(0)
     text = "".join(traceback.format_list(frames)).rstrip()
-    # The end is the most helpful part
+    # Keep the end, which is the most helpful part
     return text[-MAX_TRACEBACK_CHARACTERS:]
 
 

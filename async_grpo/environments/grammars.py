@@ -60,7 +60,7 @@ def thought_before_answer(prompt_text: str, template_text: str) -> Thought:
     for begin, end in THOUGHT_TAGS:
         if ending.endswith(begin):
             return Thought(end=end)
-        # Templates close an empty thought if the policy must not think
+        # If the policy must not think, the template ends the prompt with an empty thought, which is already closed
         if ending.endswith(end):
             return Thought()
     for begin, end in THOUGHT_TAGS:
@@ -100,7 +100,7 @@ class OutputGrammars:
         key = json.dumps(fields)
         if key not in self._grammars:
             if len(self._grammars) >= MAX_GRAMMARS:
-                # The oldest one, because dictionaries keep the order of insertion
+                # Delete the oldest grammar, which is the first one, because dictionaries keep the order of insertion
                 del self._grammars[next(iter(self._grammars))]
             task = asyncio.ensure_future(self._made(fields))
             self._grammars[key] = task
@@ -160,7 +160,7 @@ class OutputGrammars:
             RequestRefused: The grammar cannot be made, or takes too long.
         """
         process = self._grammar_process()
-        # Starting is not part of the time limit, and says so if vLLM is not installed
+        # The time limit does not include the start, which raises a helpful error if vLLM is not installed
         await process.start()
         try:
             answer = await process.ask("grammar", 0, dict(fields), timeout_s=COMPILE_S)

@@ -183,7 +183,7 @@ async def _awaited(returned: Any) -> Any:
 
 
 def _situation(environment: Any, observation: Any) -> dict[str, Any]:
-    """Check what the policy is to read next, and return it with the environment's state and numbers."""
+    """Check an observation, and return it together with the environment's state and numbers."""
     if isinstance(observation, list):
         is_observation = all(isinstance(message, Mapping) and "role" in message for message in observation)
         if any(isinstance(message.get("content"), list) for message in observation if is_observation):

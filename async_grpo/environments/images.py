@@ -26,7 +26,7 @@ from async_grpo.options.fields import refuse
 from async_grpo.processes.image_files import decoded_image, digest_of_image
 from async_grpo.types import ImageReference, Prompt
 
-if TYPE_CHECKING:  # it imports torch, which the controller needs only if the model reads images
+if TYPE_CHECKING:  # not imported at run time: it imports torch, which the controller needs only for images
     from async_grpo.modeling.image_models import ImageReader
 
 MAX_DISTINCT_IMAGES = 1024  # maximum number of different images in one trajectory

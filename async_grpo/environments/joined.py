@@ -1,4 +1,4 @@
-"""`joined_completion`: the sequences of a trajectory as one completion, which is what is scored and trained on."""
+"""`joined_completion`: joins the sequences of a trajectory to one completion, which is scored and trained on."""
 
 from collections.abc import Sequence
 from dataclasses import replace

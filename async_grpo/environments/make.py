@@ -158,7 +158,8 @@ def make_played(
         generation: The engines, which sample the turns.
         folder: Output folder of the run. Agents that run elsewhere find the endpoint's address there, and what
             environments, tools and agents print is written to OUTPUT_FILE in it. Without it, this goes to stderr.
-        variables: Environment variables for the processes of environments or agents, in addition to the allow-list.
+        variables: Environment variables for the processes of environments or agents. They also get the variables of the
+            allow-list.
         run_images: Files of the run's images. Without them, or if the model reads none, conversations have texts only.
     """
     limits = _limits_of(config, settings)
@@ -208,8 +209,8 @@ def _limits_of(config: EnvironmentConfig, settings: SharedRunSettings) -> Trajec
 def _images_of(
     model_path: str, settings: SharedRunSettings, folder: Path, run_images: RunImages
 ) -> ConversationImages:
-    """Return what stores the images of conversations. It needs the model's image processor."""
-    # It imports torch, which the controller needs only if the model reads images
+    """Return the store of the images of conversations, with the model's image processor."""
+    # Imported here, because these modules import torch, which the controller needs only if the model reads images
     from async_grpo.modeling.image_models import ImageReader
     from async_grpo.modeling.load import load_config
 

@@ -1,15 +1,16 @@
-"""The policy's turns of one trajectory, found again in the messages that an agent sends back.
+"""`SampledHistory`: finds the policy's turns of one trajectory in the messages that an agent sends back.
 
-A turn can go back into the conversation in several spellings. The first one that continues the known tokens is used:
+The chat template gets such a turn in one of several spellings. They are tried in this order, until the rendered
+conversation begins with the tokens that the engine has already read and sampled:
 
-1. SAMPLED: the sampled text as the message's content,
-2. OPENED: the same, after the text with which the prompt opened the turn, such as "<think>",
-3. STRUCTURED: a message with its calls and its thought in fields of their own, as another client would send it. It is also
+1. SAMPLED: the sampled text is the message's content.
+2. OPENED: the content is the text with which the prompt opened the turn, such as "<think>", followed by the sampled text.
+3. STRUCTURED: the message has its calls and its thought in separate fields, as another client would send it. This is also
    used if no spelling continues the known tokens.
-4. RENAMED: the same, with the thought also in the fields in which some families expect it.
+4. RENAMED: as STRUCTURED, with the thought also in the fields in which some model families expect it.
 
-Some templates need the third one. Under Gemma 4, the answer of a tool is written only if the message before it has
-calls, and under Mistral, gpt-oss and MiniMax-M2 it is otherwise refused.
+Some templates need STRUCTURED. Gemma 4's template leaves out the answer of a tool if the message before it has no calls.
+The templates of Mistral, gpt-oss and MiniMax-M2 refuse such an answer.
 """
 
 import json
@@ -28,7 +29,7 @@ MAX_CANONICAL_CHARACTERS = 32_768  # arguments of a call that are longer are com
 
 
 class Spelling(Enum):
-    """How a turn of the policy goes back into the conversation."""
+    """The form in which the chat template gets an earlier turn of the policy."""
 
     SAMPLED = "sampled"
     OPENED = "opened"
@@ -99,7 +100,8 @@ def spelled(message: Message, turn: SampledTurn, spelling: Spelling, chat: Chat)
         return {"role": "assistant", "content": turn.text}
     if spelling is Spelling.OPENED:
         return {"role": "assistant", "content": chat.opening_of_turn + turn.text}
-    # Only fields that are known to be the policy's, because its messages may contain control tokens
+    # Copy only the fields that the policy wrote. Control tokens in its messages are trusted, so a field that the agent
+    # added could forge a turn
     structured = {"role": "assistant", "content": message.get("content")}
     if message.get("tool_calls"):
         structured["tool_calls"] = message["tool_calls"]
@@ -123,16 +125,16 @@ def message_key(message: Message, *, with_thought: bool = False) -> str:
 
 
 def _canonical(arguments: Any) -> Any:
-    """Return the arguments of a call in one form, whatever a client changed when it parsed them and wrote them again.
+    """Return the arguments of a call in a form that stays the same if a client parses them and writes them again.
 
-    Clients in JavaScript write no spaces, and 1 for 1.0.
+    Clients in JavaScript, for example, write no spaces, and 1 for 1.0.
 
     >>> _canonical('{"a": 1.0}') == _canonical('{"a":1}')
     True
     """
     value = arguments
     if isinstance(arguments, str):
-        # To parse all arguments of a large request could take seconds
+        # Parsing the arguments of all calls in a large request could take seconds
         if len(arguments) > MAX_CANONICAL_CHARACTERS:
             return arguments
         try:
@@ -143,7 +145,7 @@ def _canonical(arguments: Any) -> Any:
 
 
 def _with_integers(value: Any) -> Any:
-    """Return a JSON value with an integer for each number that is one."""
+    """Return a JSON value, with each whole number as an int: 1.0 becomes 1."""
     if isinstance(value, dict):
         return {name: _with_integers(item) for name, item in value.items()}
     if isinstance(value, list):

@@ -1,4 +1,4 @@
-"""`TrajectoryRecorder`: what the engine read and sampled in one trajectory, token by token.
+"""`TrajectoryRecorder`: records what the engine read and sampled in one trajectory, token by token.
 
 No text is tokenized twice. Tokenizing the sampled text could give other tokens, and the policy must be trained on the
 tokens that it sampled. A turn continues a sequence if its history begins with everything that the engine read and
@@ -51,7 +51,7 @@ class TrajectoryRecorder:
         trusted_messages: Messages of the user's data. Control tokens that are spelled in them become control tokens, as
             in a row that is tokenized without an environment.
         observer: Function that is called with each recorded turn and its message.
-        prompt_images: Images of the row, which are those of a turn whose history is given as the row's token ids.
+        prompt_images: Images of the row. A first turn whose history is given as token ids reads these images.
     """
 
     def __init__(
@@ -158,7 +158,7 @@ class TrajectoryRecorder:
             if not renderings:
                 assert refusal is not None, "each spelling was rendered or refused"
                 raise refusal
-            # With its structure, the template writes the history as for any other client
+            # No spelling continues the known tokens. STRUCTURED is the spelling that any other client would send
             rendered = renderings.get(Spelling.STRUCTURED) or next(iter(renderings.values()))
             self._history.num_rewritten += 1
         await offloaded(len(rendered.text), self.chat.warn_about_lost_roles, rendered.text, messages)
@@ -225,7 +225,8 @@ class TrajectoryRecorder:
             if sequence.is_history_of(conversation, sequence.end):
                 histories.append(sequence)
         if histories:
-            # Of sequences with the same text, the newest, because an agent that asks again goes on with the new answer
+            # If several sequences have the same text, the newest is continued, because an agent that sampled a turn again
+            # usually goes on with the new turn
             history = max(reversed(histories), key=lambda sequence: len(sequence.text))
             return await self._continue(history, text_after(conversation, history.end))
         # The turn begins a new sequence. If its history shares turns with another sequence, it keeps their sampled
@@ -314,7 +315,7 @@ class TrajectoryRecorder:
         Returns:
             The turn as a message, whose text ends before the first of the `stop` texts.
         """
-        # The rollout program receives the same arrays, and must not change what is trained on
+        # The rollout program gets the same arrays. They become read-only, so that it cannot change what is trained on
         for array in completion.arrays:
             array.flags.writeable = False
         text = await offloaded(

@@ -175,8 +175,8 @@ class TrajectoryClient:
                 model does not know.
             RequestRefused: The form cannot be enforced.
         """
-        # Gives control to the event loop. A program whose requests are all refused might never do so itself, and the
-        # event loop could not end it at its time limit
+        # Let other tasks run. A program whose requests are all refused might never do so itself, and could then not be
+        # ended at its time limit
         await asyncio.sleep(0)
         async with self.refusals.watching(TrajectoryOver, ConfigurationError):
             reply = await self._take_turn(context, tools, max_tokens, stop, typed)
@@ -223,7 +223,7 @@ class TrajectoryClient:
         return await chat.grammars.grammar_of(typed, tools, engine_input.rendered.text)
 
     async def _check_tools(self) -> None:
-        """Fail the run if calls of tools cannot be read, because the policy would be trained not to use its tools."""
+        """Fail the run if calls of tools cannot be read. Otherwise, the policy would learn that calls have no effect."""
         try:
             await self.recorder.chat.reader.check_tools()
         except ConfigurationError as error:
@@ -321,8 +321,8 @@ class TrajectoryClient:
             turn_rewards: The environment's rewards, one per turn.
             states: Name of the state before each turn, for GiGPO.
             failure: The reason why the trajectory cannot be scored; "" if it can.
-            truncated: Whether a limit cut the trajectory off, so that its reward means little. None means that it was
-                cut off if its last turn has no end token. A trajectory that reached a limit is always truncated.
+            truncated: Whether a limit cut the trajectory off, so that its reward means little. With None, it counts as
+                truncated if its last turn has no end token. A trajectory that reached a limit is always truncated.
             numbers: Values for the metrics.
 
         Raises:

@@ -1,8 +1,7 @@
 """`TypedOutput`: the form that a request requires of the policy's turn, JSON of a schema or calls of tools.
 
-With `--typed-output enforce`, the engine only samples tokens that keep to the form. With `hint`, the form is part of
-the prompt, and the policy samples freely: an answer in another form is an answer like any other, and the agent decides
-what it is worth.
+With `--typed-output enforce`, the engine only samples tokens that fit the form. With `hint`, the prompt describes the form,
+and the policy samples freely. Then an answer in another form is no error, and the agent may give it a low reward.
 """
 
 import json
@@ -116,7 +115,7 @@ def typed_output_of(
 ) -> TypedOutput | None:
     """Return the form that a request requires, or None if the policy may answer as it likes.
 
-    A tool choice that requires a call comes before the response format, which describes answers without calls.
+    If the tool choice requires a call, the response format has no effect, because it describes answers without calls.
 
     Args:
         response_format: The form of the answer.

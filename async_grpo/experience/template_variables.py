@@ -1,7 +1,7 @@
 """Find what is wrong with a chat template, or with the user's variables for it, before a prompt is rendered.
 
-A template raises no error for a variable that it does not know, or for a value that it does not expect. So the prompts would
-be wrong, and nobody would notice.
+A template raises no error for a variable that it does not know, or for a value that it does not expect. So the prompts
+would be wrong, and nobody would notice.
 """
 
 import re

@@ -163,7 +163,7 @@ class LocalSession:
 
 
 def _checked(parse: Any, *arguments: Any) -> Any:
-    """Return what `parse` returns.
+    """Call `parse` and return its result.
 
     Raises:
         NoAction: The arguments do not satisfy the schema of `parse`.

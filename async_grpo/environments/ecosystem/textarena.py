@@ -26,7 +26,7 @@ class TextArena(Environment):
         name = _base_name(environment)
         self._game = textarena.make(f"{name}-raw")
         for wrapper in ENV_REGISTRY[name].default_wrappers or ():
-            # Only wrappers of actions, because wrappers of observations would repeat the whole history in every turn
+            # Apply only wrappers of actions. Wrappers of observations would repeat the whole history in every turn
             if issubclass(wrapper, ActionWrapper):
                 self._game = wrapper(self._game)
 

@@ -151,8 +151,8 @@ class ChosenFunction(BaseModel):
     name: Name
 
 
-# Further parts of an answer that a request may ask for. Only the encrypted thought could exist, and it is null, because
-# the thought itself is part of the answer
+# Further parts of an answer that a request may ask for. The endpoint sends none of them. The encrypted thought is null,
+# because the answer contains the thought itself
 Includable = Literal[
     "reasoning.encrypted_content",
     "file_search_call.results",
@@ -283,7 +283,7 @@ class _Conversation:
 
     def _add_thought(self, item: ThoughtItem) -> None:
         self._is_turn_open = False
-        # Some clients send thoughts back without their text. The policy's turn is recognized without it
+        # Some clients send thoughts back without their text. The policy's turn is recognized without the thought
         if item.content is not None:
             self._open_turn()["reasoning_content"] = "".join(part.text for part in item.content)
 

@@ -19,9 +19,9 @@ from async_grpo.errors import ConfigurationError
 from async_grpo.options.fields import refuse
 
 MAX_STORED = 1024  # answers that are stored
-MAX_STORED_BYTES = MAX_BYTES  # of all stored conversations together
+MAX_STORED_BYTES = MAX_BYTES  # maximum size of all stored conversations together
 BYTES_PER_VALUE = 32  # allowance for the fields around a text
-MAX_ID_CHARACTERS = 64  # of an id in an error message
+MAX_ID_CHARACTERS = 64  # maximum number of characters of an id that an error message shows
 
 _ITEM = TypeAdapter[Any](Item)
 
@@ -122,7 +122,7 @@ class StoredResponses:
         return self._response("id", response_id).text
 
     def remove(self, response_id: str) -> None:
-        """Remove an answer. What the policy sampled is trained on nevertheless.
+        """Remove a stored answer. Its tokens are trained on nevertheless.
 
         Raises:
             ResponseNotFound: There is no stored answer with this id.
@@ -144,7 +144,7 @@ class StoredResponses:
         return response
 
     def _resolved(self, items: Sequence[Item]) -> list[Item]:
-        """Return the items with those to which references refer.
+        """Return the items, with each reference replaced by the item that it refers to.
 
         Raises:
             ResponseNotFound: A reference is to an item that is not stored.
