@@ -1,11 +1,11 @@
 """Turn rewards, a mask and group ids into advantages: the estimators by name, and the rules that hold for all of them.
 
-The rules ensure that a missing or non-finite reward never changes a baseline, and that an estimator that compares within
-groups gives no advantage to a sample without any other sample in its group, because there is nothing to compare it with:
+The rules ensure two things. A missing or non-finite reward never changes a baseline. An estimator that compares samples
+within their group gives no advantage to a sample that is alone in its group.
 
 - *Participants* are the valid rows with an unmasked token that share their group with at least one other such row. For
   an estimator that does not compare within groups (`Estimator.needs_group` is False), they are all valid rows with an
-  unmasked token. All other rows enter no statistic, neither of the group nor of the batch, and get zeros.
+  unmasked token. All other rows get advantages of 0, and do not count in the statistics of group and batch.
 - Values at masked positions and in invalid rows may be anything, including NaN, and do not affect the result. The same
   holds for rewards at tokens where a `step_mask` or one of the `masks` is False.
 - The advantages at masked positions, and of rows that do not participate, are zero.
@@ -83,10 +83,11 @@ class Estimator:
         rewards: The form in which the function gets the rewards: TOTAL, COMPONENTS or SOURCES.
         needs_group: The estimator compares the samples of a group with each other, so a group of a single sample has no
             advantage. If False, `--samples-per-question` may be 1.
-        compares_with_batch: Groups of equal rewards also carry signal, so they must not be left out or replaced.
+        compares_with_batch: Rewards are compared beyond their group. So groups whose rewards are all equal also get
+            advantages, and must not be left out or replaced.
         needs_all_rewards: A sample counts only if every adapter gave it a reward. If `rewards` is TOTAL, this applies
             only to runs with process rewards. In other runs, the status of the combined verdict decides.
-        ignores_rewards: No reward changes the result. Samples then count without a reward, and groups without a second
+        ignores_rewards: No reward changes the result. So samples without a reward also count, and groups of a single
             sample.
         inputs: Additional inputs, name -> function of a `Sample` that returns a number, or one number per completion
             token. For example, `lambda sample: sample.prompt.row["difficulty"]` reads a column of the data row.

@@ -1,6 +1,6 @@
 """The options of the algorithm, which turns rewards into a loss.
 
-Rules that involve two options are in `config/compatibility.py`. Nothing here imports torch, which `--help` does not need.
+Rules that involve two options are in `config/compatibility.py`. This module does not import torch, so that `--help` is fast.
 """
 
 from dataclasses import dataclass
@@ -121,8 +121,8 @@ class AlgorithmConfig(TeacherConfig):
     )
     unbiased_kl: bool = _algorithm(
         False,
-        "Multiply the KL estimate of each token by the policy ratio, which also gets a gradient (DeepSeek-V3.2). The "
-        "estimate is then right for samples of the policy that --old-policy names.",
+        "Multiply the KL estimate of each token by the policy ratio, which also gets a gradient (DeepSeek-V3.2). This makes "
+        "the estimate unbiased for tokens that the policy of --old-policy has sampled.",
     )
     log_ratio_coef: float = _algorithm(
         0.0,
@@ -132,7 +132,8 @@ class AlgorithmConfig(TeacherConfig):
     )
     top_entropy_quantile: float = _algorithm(
         1.0,
-        "Share of each step's tokens, those with the highest entropy, that get a policy loss. By default all tokens do.",
+        "Compute the policy loss only for this share of each step's tokens, those with the highest entropy. The default is "
+        "all tokens.",
         range=SHARE,
     )
 
@@ -152,8 +153,8 @@ class AlgorithmConfig(TeacherConfig):
     )
     passes_max_kl: float | None = off_policy(
         None,
-        "With --passes-per-batch, leave out the rest of a batch, without a further update, if the KL divergence of the "
-        "policy from that of the batch's first pass exceeds this number of nats per token. By default there is no limit.",
+        "With --passes-per-batch, skip the remaining updates of a batch as soon as the KL divergence of the policy from the "
+        "policy of the batch's first pass exceeds this number of nats per token. By default there is no limit.",
         range=POSITIVE,
     )
     importance_level: str = off_policy(
@@ -179,7 +180,7 @@ class AlgorithmConfig(TeacherConfig):
     rejection_statistic: str | None = off_policy(
         None,
         "Measure of the mismatch between trainer and engine. Tokens or sequences whose measure is outside of "
-        "--rejection-low and --rejection-high are left out of the loss. By default none are.",
+        "--rejection-low and --rejection-high are left out of the loss. By default nothing is left out.",
         choices="async_grpo.algorithm.off_policy:REJECTION_STATISTICS",
     )
     rejection_low: float | None = off_policy(
@@ -191,7 +192,7 @@ class AlgorithmConfig(TeacherConfig):
     off_policy_mask_threshold: float | None = off_policy(
         None,
         "Leave tokens with a negative advantage out of the policy loss if the engine's log-probs of their sequence exceed "
-        "the trainer's by more than this number of nats per token, on average (DeepSeek-V3.2). By default none are.",
+        "the trainer's by more than this number of nats per token, on average (DeepSeek-V3.2). By default none are left out.",
         range=NOT_NEGATIVE,
     )
     float32_head: bool = off_policy(
@@ -215,21 +216,21 @@ class AlgorithmConfig(TeacherConfig):
 
     critic_model: str | None = option(
         None,
-        "Folder of a model from which a critic of its own starts, or `same` for the folder of the policy. By default the "
+        "Folder of the model with which a separate critic starts, or `same` for the folder of the policy. By default the "
         "critic is a value head on the policy. Only the estimators gae and decoupled_gae have a critic.",
         "Critic",
-        # The folder of another run must not name a folder here
+        # Options taken over from another run must not name a folder of this machine
         portable=("same",),
     )
     critic_warmup_steps: int = _critic(
         0,
-        "Number of the run's first steps that train only the critic, and leave the policy as it is. It needs "
+        "Number of steps at the start of the run that train only the critic, and leave the policy unchanged. It needs "
         "--critic-model.",
         range=NOT_NEGATIVE,
     )
     critic_coef: float = _critic(
         0.5,
-        "Weight of the value loss of a critic on the policy. A critic of its own has a gradient of its own.",
+        "Weight of the value loss if the critic is a value head on the policy. It has no effect with --critic-model.",
         range=NOT_NEGATIVE,
     )
     critic_clip: float = _critic(
@@ -256,8 +257,8 @@ class AlgorithmConfig(TeacherConfig):
     )
     min_p: float = _truncation(
         0.0,
-        "Sample among the tokens with at least this share of the highest probability. The trainer computes log-probs over "
-        "the same tokens. 0 samples among all tokens.",
+        "Sample among the tokens whose probability is at least this share of the most probable token's. The trainer "
+        "computes log-probs over the same tokens. 0 samples among all tokens.",
         range=SHARE,
     )
     max_generation_tokens: int = _generation(8192, "Maximum length of a completion, in tokens.")

@@ -1,4 +1,4 @@
-"""Checks of what an estimator gets: finite rewards and inputs, and the tokens at which a reward counts."""
+"""Check the rewards and other inputs of an estimator. They must be finite at the tokens at which they count."""
 
 from collections.abc import Iterable, Mapping
 from typing import Any

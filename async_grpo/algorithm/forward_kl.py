@@ -12,14 +12,14 @@ def forward_kl(
 ) -> Float[Tensor, "batch tokens"]:
     """Return sum_v p_T(v) (log p_T(v) - log pi(v)) over the teacher's k most probable tokens v, at each position.
 
-    The probabilities p_T are those of the whole vocabulary, so they add up to less than 1, and the gradient is
-    -sum_v p_T(v) grad log pi(v): the policy learns how much probability these tokens have together as well. The sum over
-    the *teacher's* tokens in the other direction, of KL(pi || p_T), would reward a policy for leaving them.
+    The probabilities p_T are not normalized over these k tokens, so they add up to less than 1. The gradient is
+    -sum_v p_T(v) grad log pi(v), so the policy also learns the probability of the k tokens together. The sum of
+    KL(pi || p_T) over the same tokens would not work: a policy could lower it by giving them no probability at all.
 
     Args:
         logprobs: log pi of the teacher's tokens.
         teacher_logprobs: log p_T of the same tokens; -inf or NaN for a missing token.
-        mask: True at the positions that count; the others get 0.
+        mask: True at the positions that count. The result is 0 at all other positions.
 
     >>> half = torch.tensor([[[0.5, 0.5]]]).log()
     >>> policy = torch.tensor([[[0.25, 0.75]]]).log()  # 0.5 log 2 + 0.5 log(2/3) = 0.1438

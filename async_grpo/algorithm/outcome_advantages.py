@@ -19,7 +19,7 @@ from torch import Tensor
 
 from async_grpo.algorithm.statistics import Groups, divide_or_zero, power_of_two_near, whitened
 
-# `max_rl` takes a mean that is a smaller share of the group's largest score for 0
+# `max_rl` treats a mean as 0 if it is below this share of the group's largest score
 SMALLEST_MEAN = 1e-6
 
 
@@ -207,7 +207,7 @@ def max_rl(
     sizes = groups.total(participates).clamp(min=1)
     means = groups.total(torch.where(participates, scores, 0)) / sizes
     largest = -groups.lowest(-scores.abs(), participates)
-    # Scores of both signs may add up to a rounding error in place of 0, by which the advantages must not be divided
+    # Scores of both signs may add up to a rounding error instead of 0. Dividing by it would give huge advantages
     is_positive = participates & (means > SMALLEST_MEAN * largest)
     return torch.where(is_positive, dr_grpo(rewards, used, groups) / torch.where(is_positive, means, 1), 0)
 

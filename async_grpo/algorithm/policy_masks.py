@@ -79,7 +79,7 @@ def num_in_top_quantile(quantile: float, num_tokens: int) -> int:
 def entropy_scores(
     entropy: Float[Tensor, "batch tokens"], mask: Shaped[Tensor, "batch tokens"]
 ) -> Float[Tensor, "batch tokens"]:
-    """Return the entropy of each unmasked token, and -inf at the others, which are never selected."""
+    """Return the entropy of each unmasked token, and -inf at masked tokens, so that these are never selected."""
     return torch.where(mask.bool(), entropy.detach(), -math.inf)
 
 
@@ -121,12 +121,12 @@ def mask_policy_loss(
 
     Args:
         token_losses: The policy loss of each token.
-        logprobs: See `off_policy_sequence_mask`, as for the next three arguments.
-        behaviour_logprobs: See there.
-        advantages: See there.
-        mask: See there.
-        threshold: The threshold of `off_policy_sequence_mask`; None does without this mask.
-        has_high_entropy: True at the tokens that keep their loss; None keeps the loss of all.
+        logprobs: Log-probs of the policy that is trained.
+        behaviour_logprobs: Log-probs of the engine.
+        advantages: The advantage of each token.
+        mask: True at the tokens that are trained on.
+        threshold: The threshold of `off_policy_sequence_mask`; None does not use this mask.
+        has_high_entropy: True at the tokens that keep their loss; None keeps the loss of all tokens.
         sequence_ids: Any integers. None means that each row is one sequence.
 
     Returns:

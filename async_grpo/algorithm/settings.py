@@ -1,4 +1,4 @@
-"""The texts of `--estimator-options` and `--loss-options`: further settings of one estimator or loss, by name."""
+"""Parse the texts of `--estimator-options` and `--loss-options`, which set further options of one estimator or loss."""
 
 from collections.abc import Mapping
 from typing import Any

@@ -40,7 +40,7 @@ class Groups:
         Args:
             group_ids: Any integers, equal within a group.
             candidates: The rows that may participate.
-            min_size: Number of candidates from which on those of a group are participants.
+            min_size: The candidates of a group participate if there are at least this many.
         """
         distinct, index = torch.unique(group_ids, return_inverse=True)
         sizes = torch.bincount(index[candidates], minlength=len(distinct))
@@ -77,7 +77,7 @@ class Groups:
         counted: Shaped[Tensor, "batch columns"],
         weights: Float64[Tensor, "batch 1"] | None = None,
     ) -> Float64[Tensor, "batch columns"]:
-        """Return the counted values minus the mean of their group, weighted if there are weights. Others become 0."""
+        """Return the counted values minus the (weighted) mean of their group. Values that do not count become 0."""
         above = self.above_lowest(values, counted)
         shares = counted.double() if weights is None else counted * weights
         mean = divide_or_zero(self.total(shares * above), self.total(shares))

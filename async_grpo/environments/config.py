@@ -74,7 +74,8 @@ class EnvironmentConfig(PromptOptions):
     tool_parser: str | None = _environment(
         None,
         "Parser that reads the policy's calls of tools: hermes, openai, cohere_command3, or the name of one of vLLM's tool "
-        "parsers. The default is a parser that can read the calls that the chat template writes. With none, calls stay text.",
+        "parsers. By default, a parser is chosen that reads the calls that the chat template writes. With none, calls stay "
+        "text.",
         portable=True,
     )
     reasoning_parser: str | None = _environment(

@@ -1,4 +1,4 @@
-"""The options of a policy that draws pictures. Nothing here imports torch, which `--help` does not need."""
+"""The options of a policy that draws pictures. This module does not import torch, so that `--help` is fast."""
 
 from dataclasses import dataclass
 from functools import partial
@@ -50,8 +50,8 @@ class FlowConfig(Section):
     )
     guidance: float = _drawing(
         1.0,
-        "Weight of the prompt against the negative prompt, or against no label (classifier-free guidance), in training and "
-        "evaluation; for FLUX, the number that the model reads. 1 means no guidance.",
+        "Strength of classifier-free guidance in training and evaluation: by how much the prompt counts more than the "
+        "negative prompt or no label. FLUX reads this number as an input. 1 means no guidance.",
         range=POSITIVE,
     )
 

@@ -71,8 +71,8 @@ def step_logprobs(
 ) -> Float[Tensor, " steps"]:
     """Return the log-prob of each stochastic step, as the mean over the numbers of the picture.
 
-    The mean, which Flow-GRPO also takes, makes the policy ratio of a large picture as sensitive as that of a small one. The
-    log-density of the whole picture is this number times the number of its numbers.
+    Flow-GRPO also takes the mean. It makes the policy ratio of a large picture as sensitive as that of a small one. The
+    log-density of the whole picture is the mean times the count of its numbers.
     """
     z = (x_next - mean) / _as_latent(std, mean)
     squares = z.square().flatten(1).mean(dim=1)
