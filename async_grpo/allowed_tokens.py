@@ -14,7 +14,7 @@ ALL_TOKENS = -1  # entry of `AllowedTokens.indices` for a token that was sampled
 class AllowedTokens:
     """The tokens among which a grammar let the engine sample each token of a completion.
 
-    The engine's log-probs are those of a softmax over these tokens alone, so that of the trainer must be the same.
+    The engine computes log-probs by a softmax over these tokens alone, so the trainer must use the same tokens.
     """
 
     indices: (
@@ -42,7 +42,7 @@ class AllowedTokens:
 
         Args:
             parts: The masks of each sequence of tokens; None if all tokens were allowed in it.
-            lengths: The number of tokens of each.
+            lengths: The number of tokens of each sequence.
         """
         places: dict[bytes, int] = {}
         indices = []
@@ -98,7 +98,7 @@ def unpacked_mask(mask: bytes, vocab_size: int) -> np.ndarray:
     """Return the bits of a mask, (ceil(V / 8),) uint8, with the lowest bit of a byte first.
 
     Raises:
-        ValueError: The mask is not one of a vocabulary of this size.
+        ValueError: The mask does not have one bit for each token of this vocabulary.
     """
     num_bytes = 4 * -(-vocab_size // 32)
     # One byte more than expected is enough to see that the mask is too long

@@ -58,8 +58,8 @@ class MicroBatch:
     allowed: AllowedTokens | None = None
     # (S,), the images of each sequence, in the order of their tokens; () if no sequence has an image
     images: tuple[tuple[ImageReference, ...], ...] = ()
-    # (N, 2, channels, height, width) float32, if the policy draws: the states of a picture before and after each denoising
-    # step, which is its token
+    # (N, 2, channels, height, width) float32, if the policy draws. Each token is one denoising step of a picture. The array
+    # has the states of the picture before and after the step
     latents: np.ndarray | None = None
     first_pass: FirstPass | None = None  # set from the second pass over a batch on
     # (S,), the condition of each sequence, if the policy draws from texts (`Completion.condition`); else ()
@@ -170,7 +170,7 @@ class ImageCanary:
     image: ImageReference
 
     def images_of(self, token_ids: np.ndarray) -> tuple[ImageReference, ...]:
-        """Return the images of a text (N,) of the canary: its image if it is this text, and none otherwise."""
+        """Return the images of a canary text with the token ids (N,): the image if it is this text, otherwise none."""
         return (self.image,) if token_ids.tolist() == list(self.token_ids) else ()
 
 

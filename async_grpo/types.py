@@ -114,7 +114,7 @@ class Turn:
     fresh: bool = False  # whether the turn begins a sequence: the first, or one whose history was rewritten
     before_text: str = ""  # `before` as text
     text: str = ""  # the sampled tokens as text
-    number: int = 0  # sort key of the turns in time, because the list has them sequence by sequence
+    number: int = 0  # number in the order of time; `Completion.turns` is ordered sequence by sequence
     images: tuple[ImageReference, ...] = ()  # images of `before`, in the order of their tokens
 
 
@@ -288,7 +288,7 @@ class Sample:
     def pieces(self) -> list[tuple[np.ndarray, slice]]:
         """Return for each turn, in the order of `turns`, the tokens (E,) int32 before it and the slice of its own tokens.
 
-        An answer without turns counts as one turn, with the prompt before it, or its first token if it has embeddings.
+        An answer counts as one turn after the prompt. Of a prompt with embeddings, only the first token is included.
         """
         turns = self.completion.turns
         if not turns:
@@ -356,9 +356,9 @@ class Sample:
         return sequences
 
 
-# Arrays (T, ...) of a completion and a sample. `Sample.sequences` cuts them, and `Completion.allowed`, which is no array
+# Fields of a completion, and of a sample, that are arrays (T, ...). `Sample.sequences` divides them among the sequences
 COMPLETION_ARRAYS = ("token_ids", "logprobs", "versions", "char_ends", "latents")
-POLICY_ARRAYS = ("ref_logprobs", "proximal_logprobs", "teacher_logprobs", "teacher_top")  # of other policies
+POLICY_ARRAYS = ("ref_logprobs", "proximal_logprobs", "teacher_logprobs", "teacher_top")
 SAMPLE_ARRAYS = ("advantages", "loss_mask", *POLICY_ARRAYS, "times")
 
 

@@ -1,6 +1,7 @@
 """The options of the algorithm, which turns rewards into a loss.
 
-Rules that involve two options are in `config/compatibility.py`. This module does not import torch, so that `--help` is fast.
+Rules that involve two options are in `config/compatibility.py`. This module does not import torch, because `--help` must
+be fast.
 """
 
 from dataclasses import dataclass
@@ -121,8 +122,8 @@ class AlgorithmConfig(TeacherConfig):
     )
     unbiased_kl: bool = _algorithm(
         False,
-        "Multiply the KL estimate of each token by the policy ratio, which also gets a gradient (DeepSeek-V3.2). This makes "
-        "the estimate unbiased for tokens that the policy of --old-policy has sampled.",
+        "Multiply the KL estimate of each token by the policy ratio, which also gets a gradient (DeepSeek-V3.2). This "
+        "makes the estimate unbiased for tokens that the policy of --old-policy has sampled.",
     )
     log_ratio_coef: float = _algorithm(
         0.0,
@@ -153,8 +154,8 @@ class AlgorithmConfig(TeacherConfig):
     )
     passes_max_kl: float | None = off_policy(
         None,
-        "With --passes-per-batch, skip the remaining updates of a batch as soon as the KL divergence of the policy from the "
-        "policy of the batch's first pass exceeds this number of nats per token. By default there is no limit.",
+        "With --passes-per-batch, skip the remaining updates of a batch as soon as the KL divergence of the policy from "
+        "the policy of the batch's first pass exceeds this number of nats per token. By default there is no limit.",
         range=POSITIVE,
     )
     importance_level: str = off_policy(
@@ -192,7 +193,8 @@ class AlgorithmConfig(TeacherConfig):
     off_policy_mask_threshold: float | None = off_policy(
         None,
         "Leave tokens with a negative advantage out of the policy loss if the engine's log-probs of their sequence exceed "
-        "the trainer's by more than this number of nats per token, on average (DeepSeek-V3.2). By default none are left out.",
+        "the trainer's by more than this number of nats per token, on average (DeepSeek-V3.2). By default, no token is "
+        "left out.",
         range=NOT_NEGATIVE,
     )
     float32_head: bool = off_policy(

@@ -4,11 +4,11 @@ from collections.abc import Mapping
 from typing import Any
 
 PEAK = "peak_GB"  # largest memory of the process: of its GPU or, on the CPU, its resident memory
-# As PEAK, without what the process took before it loaded the model. The plan estimates this part
+# The part of PEAK that the process took since it began to load the model. The plan estimates this part
 ADDED = "added_GB"
 PLANNED = "planned_GB"  # estimate of the plan
-# Number of the step after whose end the memory is compared. Only from the second step on do the optimizer's moments exist
-# while gradients are computed
+# Number of the step after which the memory is compared. The optimizer's moments exist from the end of the first step on, so
+# the first step needs less memory than all others
 COMPARED_AT_STEP = 3
 MAX_FACTOR = 1.25  # a process that takes more than this multiple of its estimate raises an alarm
 # Memory that a process on the CPU may take in addition: its libraries load further parts while they work

@@ -33,8 +33,8 @@ MAX_LOCK_BYTES = 1000  # maximum size of a lock file that is read; a lock file c
 
 Track = Callable[[dict[str, Any]], None]  # called with each metrics line when it is written
 log = logging.getLogger(__name__)
-# The console on which the lines of the steps, the log and the progress bar are all printed. With a console of its own,
-# a log line would break the progress bar
+# The console on which the lines of the steps, the log and the progress bar are all printed. If the log had another console,
+# its lines would break the progress bar
 _CONSOLE = Console()
 # The lock files that are open. A lock lasts as long as its file is open, usually until this process ends
 _lock_files: list[IO[str]] = []
@@ -220,7 +220,7 @@ class MetricsWriter:
         # Kinds of the alarms of the previous step. Alarms of these kinds are not printed again
         self._alarm_kinds: set[str] = set()
         self._metrics.touch()
-        # In a resumed run, alarms also compare with the steps before the run was interrupted
+        # In a resumed run, alarms also compare with the steps before the interruption
         self._recent_lines = deque(last_records(self._metrics, KEPT), maxlen=KEPT)
         self._progress.start()
 

@@ -45,7 +45,7 @@ SIGMOID = "R(C) = R0 + (A - R0) / (1 + (C_mid / C)^B); band and brackets: 95 % i
 # x values to forecast, as multiples of the last x of the run
 HORIZONS = (1, 2, 4)
 LAST_STEPS = 10  # by default, a timeline shows this number of last steps
-LAST_LINES = 5000  # to show them, this number of lines at the end of the timeline file is read
+LAST_LINES = 5000  # number of lines at the end of the timeline file that are searched for these steps
 MIN_TABLE_WIDTH = 60  # columns of text
 TABLE_WIDTH_PER_RUN = 40
 
@@ -77,7 +77,7 @@ Output = Annotated[
 ]
 Unit = Annotated[str, typer.Option("-x", "--x", help=f"Quantity on the x axis: {', '.join(UNITS)}.")]
 Gpus = Annotated[
-    int | None, typer.Option(min=1, help="Number of GPUs that each run used. Default: as the run recorded.")
+    int | None, typer.Option(min=1, help="Number of GPUs of each run. Default: the recorded number.")
 ]
 Runs = Annotated[list[Path], typer.Argument(metavar="RUN...", help="Folders of runs, or metrics files.")]
 OneRun = Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a run, or its metrics file.")]
@@ -164,7 +164,9 @@ def compare(
     y: Annotated[str, typer.Option("-y", "--y", help="Metrics to draw, comma-separated.")] = "avg_reward",
     names: Annotated[
         list[str] | None,
-        typer.Option("-n", "--name", help="NAME=GLOB: draw the mean of the RUNs that match GLOB, with band."),
+        typer.Option(
+            "-n", "--name", help="NAME=GLOB: draw mean and band of the RUNs whose path matches GLOB."
+        ),
     ] = None,
     smooth_window: Annotated[int, typer.Option(min=1, help="Steps in a centred moving average.")] = 1,
     gpus: Gpus = None,

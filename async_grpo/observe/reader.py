@@ -287,8 +287,8 @@ def progress(run: RunMetrics, unit: str, gpus: int | None = None) -> np.ndarray:
         return np.cumsum(run.column("tokens_generated"))
     evaluation_and_saving = [run.column("seconds_evaluating"), run.column("seconds_checkpointing")]
     worked_T = run.column("time_per_batch") + np.nan_to_num(evaluation_and_saving).sum(0)
-    # The time that passed is less than `worked_T` if the run saved a checkpoint within the step, and more if the run
-    # was stopped in between. The smaller time is the right one in both cases
+    # Two measures of a step's duration. `worked_T` is too long if the run saved a checkpoint within the step, because
+    # this time is counted twice. `passed_T` is too long if the run was stopped in between. So the smaller one is right
     passed_T = np.diff(run.column("timestamp"), prepend=np.nan)
     seconds_T = np.cumsum(np.fmin(worked_T, passed_T))
     if unit == "seconds":

@@ -144,7 +144,10 @@ def _times(lines: Sequence[Line]) -> Text:
 
 
 def _memory(memory: Mapping[str, Mapping[str, float]]) -> Text:
-    """Return a line with the peak memory of each process, and its part since the model was loaded beside the plan."""
+    """Return a line with the peak memory of each process.
+
+    It also has the part that was taken since the process began to load the model, and the planned size of this part.
+    """
     texts = []
     for name, entry in memory.items():
         text = f"{name}: {entry[PEAK]:.2f} ({entry[ADDED]:.2f} since it began to load the model"
