@@ -164,9 +164,7 @@ def compare(
     y: Annotated[str, typer.Option("-y", "--y", help="Metrics to draw, comma-separated.")] = "avg_reward",
     names: Annotated[
         list[str] | None,
-        typer.Option(
-            "-n", "--name", help="NAME=GLOB: draw mean and band of the RUNs whose path matches GLOB."
-        ),
+        typer.Option("-n", "--name", help="NAME=GLOB: draw the mean and band of RUNs that match GLOB."),
     ] = None,
     smooth_window: Annotated[int, typer.Option(min=1, help="Steps in a centred moving average.")] = 1,
     gpus: Gpus = None,

@@ -6,9 +6,9 @@ A worker with `prefetch` also gets samples ahead of their turn: in addition to t
 (`capacity`), as many as it can score within `PREFETCH_S`. If such a sample still waits after `TAKE_BACK_S`, the queue
 takes it back.
 
-Only this module gives a sample to a worker a second time: see "The way of one verdict" in docs/rewards.md. A lost
-worker is closed before its successor gets any sample, so that a late answer can never reach the wrong sample. While
-there is no worker and none can be made, every sample fails at once, with the reason.
+Workers never repeat a call. Only this module gives a sample to a worker a second time: see "The way of one verdict" in
+docs/rewards.md. A lost worker is closed before another worker replaces it, so that a late answer can never reach the
+wrong sample. If there is no worker and none can be made, every sample fails at once, with the reason.
 """
 
 import asyncio
@@ -173,7 +173,7 @@ class AdapterQueue:
             heapq.heappush(self._waiting, (job.ticket, job))
 
     def _dispatch(self) -> None:
-        """Give waiting jobs to workers with room. A job that waits for an idle worker holds up all later jobs."""
+        """Give waiting jobs to workers with room, in their order. If no worker has room for a job, later jobs wait, too."""
         while self._waiting:
             _, job = self._waiting[0]
             if not job.outcome.done():  # drop a job whose call was cancelled
@@ -288,7 +288,7 @@ class AdapterQueue:
         Args:
             job: The job.
             reason: Why the job fails if this was its last attempt.
-            is_attempt: Whether this loss counts, because the worker had received the job.
+            is_attempt: Whether this loss counts as an attempt. False if the worker was lost before it received the job.
         """
         if is_attempt:
             job.lost_attempts += 1

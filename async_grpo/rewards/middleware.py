@@ -89,7 +89,7 @@ class Budget:
         cost = _checked(estimated_cost)
         self._num_waiting += 1
         try:
-            # One call at a time: otherwise small calls could always overtake a large one
+            # Only one call at a time waits for money. Otherwise, small calls could always overtake a large one
             async with self._turn:
                 await self._until_it_fits(judge, cost)
                 self._reserved += cost

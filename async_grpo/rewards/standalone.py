@@ -12,7 +12,7 @@ Text = str | Sequence[dict[str, Any]]  # a text, or the messages of a conversati
 
 
 class ScoringPool(Protocol):
-    """The methods of `VerifierPool` that `TRLReward` uses. The class itself would be a circular import."""
+    """The methods of `VerifierPool` that `TRLReward` uses. An import of the class itself would be circular."""
 
     @property
     def adapters(self) -> tuple[str, ...]: ...

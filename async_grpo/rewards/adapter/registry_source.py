@@ -54,7 +54,7 @@ class RewardRegistrySource(ShippedModule):
 
     @classmethod
     def from_dict(cls, fields: Mapping[str, Any]) -> "RewardRegistrySource":
-        """Return the source whose fields `dataclasses.asdict` has returned."""
+        """Make a source from the dict that `dataclasses.asdict` returned for it."""
         return cls(**{**fields, "files": tuple(SourceFile(**file) for file in fields["files"])})
 
     def with_files(self, names: str | Iterable[str]) -> "RewardRegistrySource":

@@ -15,7 +15,7 @@ MAX_FACTORIAL = 100  # largest number whose factorial is computed
 
 # Largest relative difference of two values that count as equal
 RELATIVE_TOLERANCE = 1e-9
-# The same for a value after \approx
+# Largest relative difference of two values with \approx between them
 APPROXIMATE_TOLERANCE = 0.05
 
 _RELATION = re.compile(r"\\approx(?![a-zA-Z])|\\simeq(?![a-zA-Z])|={1,3}")
@@ -41,8 +41,8 @@ def states_false_equation(text: str) -> bool:
     r"""Return whether the last two numbers that a text equates are surely different, as in `7 = 5` or `5 \approx 7`.
 
     A decimal may be rounded or cut off, and a percentage may be written as 25 or 0.25. Only the last step of a
-    calculation counts. If one side is no plain arithmetic (a variable, a unit, a function), the result is False: of
-    `x = 3 + 3 = 7`, the last side counts.
+    calculation is checked. If any side is not plain arithmetic, such as the variable in `x = 3 + 3 = 7`, the result is
+    False.
 
     >>> states_false_equation("7 = 5"), states_false_equation(r"5 \approx 7"), states_false_equation("x = 5")
     (True, True, False)

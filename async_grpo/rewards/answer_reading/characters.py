@@ -93,8 +93,8 @@ _ROOT_COMMANDS = {"√": r"\sqrt", "∛": r"\sqrt[3]", "∜": r"\sqrt[4]"}
 def plain_characters(text: str) -> str:
     r"""Return the text with all characters of mathematics rewritten as LaTeX or ASCII, and without invisible ones.
 
-    Digits of all scripts become ASCII digits. Characters without a meaning of their own in mathematics get their
-    compatible form (NFKC), such as the full-width ones.
+    Digits of all scripts become ASCII digits. All other characters get their compatible form (NFKC), so that full-width
+    letters become ASCII letters.
 
     >>> plain_characters("4√2 \u2212 3²"), plain_characters("\uff083\uff0c½\uff09"), plain_characters("\u200b5。")
     ('4\\sqrt{2} - 3^2', '(3,\\frac{1}{2})', '5.')

@@ -92,7 +92,7 @@ def choice_with_value(text: str) -> tuple[str, str] | None:
         match = _VALUE_WITH_CHOICE.fullmatch(text)
         return None if match is None or _SECOND_CHOICE.search(match[1]) else (match[2], match[1].strip())
     value = text[match.end() :].strip()
-    # Whoever names two choices states neither
+    # An answer that names two choices states neither of them
     if _SECOND_CHOICE.search(value):
         return None
     return letter_of(match), value

@@ -9,7 +9,7 @@ indentation of its opening fence. Models often break these rules, so some things
 - A fence that ends the block only by looser rules (inside such a string, or shorter, or indented much further than the
   opening fence) ends it if no other fence does. So does a fence at the end of a line of code, or before a tag, a mark
   or a sentence, as in ```</answer> or ``` Done now. A block without any end is no block, because its text was cut off.
-- Of two opening fences in a row, the second of which names Python and is not shorter, the first one is ignored.
+- An opening fence is ignored if the next line is another opening fence that names Python and is not shorter.
 - In a text without any block, a fence that names Python may follow other words in its line.
 
 A Markdown library such as markdown-it-py reads by the strict rules only, so it would lose such blocks. All functions

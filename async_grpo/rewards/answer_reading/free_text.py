@@ -1,7 +1,7 @@
-r"""Finds the formula that a text without a box or a tag states as its answer, and takes it as a whole.
+r"""Finds the formula that a text without a box or a tag states as its answer.
 
-Of "The answer is 1 - \sqrt{2}", the answer is neither 1 nor 2, but the whole formula. A number counts wherever it stands:
-in quotation marks, brackets, Markdown or between characters of other scripts. All functions take linear time.
+The formula is taken as a whole: in "The answer is 1 - \sqrt{2}", the answer is neither 1 nor 2. A number counts wherever
+it stands: in quotation marks, brackets, Markdown or between characters of other scripts. All functions take linear time.
 """
 
 import re
@@ -46,7 +46,7 @@ _NAME = re.compile(r"(?:[a-zA-Z](?:_\w)?|\\[a-z]{2,8}|[a-zA-Z]{2,20}|[a-zA-Z]\(\
 _BEHIND_NAME = re.compile(r"\s{1,4}(?:is|are|equals?|must be|should be|will be)\b")
 # The word or sign between "answer" and the answer itself
 _COPULA = re.compile(r"(?i:[:=]|\b(?:is|are|be|equals?|es|est|ist|é|è)\b)|[是为為は]")
-# Not the point of a decimal, because a blank must follow
+# The end of a sentence. The point of a decimal number does not match, because white space must follow
 _SENTENCE_END = re.compile(r"[.!?](?=[*_\"')\]]{0,4}(?:\s|\Z))")
 _LINK = re.compile(
     r"[ \t]*(?:[,;][ \t]*)?\(?[ \t]*"
@@ -70,7 +70,7 @@ _AFTER_CHOICE = re.compile(
     rf"(?:\s*\n|\s*\Z|\s+(?=[A-Z])(?!(?:Or|Maybe|Perhaps|Possibly)\b)|\s{{1,4}}{REASON})"
 )
 _CHOICE_AFTER_VALUE = re.compile(r"[$*_\s]{1,4}\(?[A-E](?![a-zA-Z'])")  # a second choice, as in "(B) 12 C"
-# A unit after a number. "in" is none here, as in "5 in total"
+# A unit after a number. The word "in" does not count as inches, because of texts such as "5 in total"
 _UNIT_AFTER = re.compile(
     r"\s?((?:(?:square|cubic|sq\.?|cu\.?)\s)?(?!in\b)[a-zA-Z]{2,12}(?:\s?(?:/|\bper)\s?[a-zA-Z]{1,12})?)(\^\d)?(?![a-zA-Z])"
 )
@@ -84,7 +84,8 @@ _NEGATION = re.compile(
     r"(?:\bnot|n['\u2019]t)\s{1,3}[$*(\\]{0,4}\Z"
 )  # the words in front of a value that is denied
 _NEGATION_CHARACTERS = 12  # largest length of such words
-# The words in front of an equation whose left side is whole. In "2 times 3 = 6" and "2 hours * 3 = 6", it is not
+# Matches the text in front of an equation if the equation's left side surely begins there. It does not match for the
+# formula `3 = 6` in "2 times 3 = 6" or "2 hours * 3 = 6", because a part of the left side is in the words before it
 _BEFORE_EQUATION = re.compile(
     r"(?:\A|[.:!?\n]|\b(?:is|are|so|that|thus|hence|therefore|then|get|have|gives?|since|because))[\s*_(\[,]{0,8}\Z"
 )
@@ -133,7 +134,7 @@ def stated_words(text: str) -> str | None:
 
 
 def _with_whole_sides(text: str, formula: Formula) -> Formula:
-    """Return the formula without the left side of an equation that words may have cut, as in "2 times 3 = 6"."""
+    """Return the formula, or only its right side if words before it may be a part of the left one: "2 times 3 = 6"."""
     left_side, equals, right_side = formula.text.rpartition("=")
     is_delimited = formula.end - formula.begin > len(formula.text)
     if not equals or is_delimited or arithmetic_value(left_side.rpartition("=")[2]) is None:
@@ -158,9 +159,12 @@ def _is_name_of_value(text: str, formula: Formula) -> bool:
 
 
 def _answer_among(text: str, formulas: Sequence[Formula]) -> str | None:
-    """Return the answer that the text states at the last word "answer" with one, or else the last list of formulas."""
+    """Return the answer that the text states after its last word "answer", or else the last list of formulas.
+
+    Words "answer" without a formula near them are skipped.
+    """
     groups = _lists_of(text, [formula for formula in formulas if not formula.is_choice])
-    weak_answer: str | None = None  # the last answer that is not sure
+    weak_answer: str | None = None  # the last answer that may not be meant as the final one
     for word in reversed(list(_ANSWER_WORD.finditer(text))):
         answer, is_sure = _answer_at(text, word, formulas, groups)
         if is_sure:

@@ -68,9 +68,9 @@ _SPACES = re.compile(SPACE)
 
 
 def have_other_units(gold: str, answer: str) -> bool:
-    r"""Return whether both answers state units, and one of the answer's units is none of the gold answer.
+    r"""Return whether the answer states a unit that the gold answer does not have, although it has units.
 
-    A unit that is not in the table of units, such as "apples", may be any other one. So may a missing unit.
+    A missing unit, or one that is not in the table of units, such as "apples", never counts as different.
 
     >>> have_other_units("34 cm", r"34\text{ m}"), have_other_units("34 min", "34 m"), have_other_units("34", "34 m")
     (True, False, False)

@@ -1,6 +1,7 @@
-r"""Tells answers in words from formulas, so that "5 or more" is never reduced to the number 5, nor "Evelyn" to letters.
+r"""Distinguishes answers in words from formulas.
 
-All functions take linear time.
+So "5 or more" is not compared as the number 5, and "Evelyn" is not compared as a product of letters. All functions take
+linear time.
 """
 
 import re
@@ -73,9 +74,9 @@ def without_introduction(text: str) -> str:
 
 
 def is_prose(gold: str) -> bool:
-    r"""Return whether a gold answer has words that its value does not survive, as in "5 or more" and "at least 5".
+    r"""Return whether a gold answer has words that change its value, as in "5 or more" and "at least 5".
 
-    A quantity, an equation with words around it, and words without a number are no such prose.
+    The result is False for a quantity, an equation with words around it, and words without a number.
 
     >>> is_prose("5 or more"), is_prose("By induction on 3 cases"), is_prose("18 dollars"), is_prose(r"5 \text{ or } 6")
     (True, True, False, False)
@@ -117,7 +118,7 @@ def refuse_long_prose(gold: str) -> None:
 
 
 def equal_prose(gold: str, answer: str) -> bool | None:
-    """Return whether an answer has the words of a gold answer that is prose, or None if the gold answer is none."""
+    """Return whether an answer has the words of a gold answer that is prose; None for other gold answers."""
     return plain_words(gold) == plain_words(answer) if is_prose(gold) else None
 
 
@@ -132,9 +133,10 @@ def plain_words(text: str) -> str:
 
 
 def words_only(text: str) -> str | None:
-    r"""Return the plain words of a text that has only words, at least one of them surely no product of variables.
+    r"""Return the plain words of a text that has only words, or None for any other text.
 
-    Words that commas, "and" or "or" separate are a list, whose order does not matter.
+    At least one word must clearly not be a product of variables such as `xyz`. Words that commas, "and" or "or" separate
+    are a list. Lists are sorted, because their order does not matter.
 
     >>> words_only(r"\text{Evelyn}"), words_only("red and blue"), words_only("xyz"), words_only("5 apples")
     ('evelyn', 'blue, red', None, None)
@@ -149,9 +151,10 @@ def words_only(text: str) -> str | None:
 
 
 def equal_words(gold: str, answer: str) -> bool | None:
-    """Return whether an answer has the words of a gold answer of words, or None if the gold answer is none.
+    """Return whether an answer has the words of a gold answer that consists of words; None for other gold answers.
 
-    The letters of a word are no factors, so that "n y l e v E" is not "Evelyn". A name of the empty set is a value.
+    The order of letters counts: "n y l e v E" does not equal "Evelyn". A name of the empty set, such as "none", counts as
+    a value and not as words.
     """
     words = words_only(gold)
     if words is None or words.replace(" ", "") in EMPTY_SET_NAMES:
@@ -160,5 +163,5 @@ def equal_words(gold: str, answer: str) -> bool | None:
 
 
 def _sure_words(plain: str) -> list[str]:
-    """Return the words of a text that cannot be products of variables (see `_SURE_WORD`)."""
+    """Return those words of a text that cannot be products of variables (see `_SURE_WORD`)."""
     return _SURE_WORD.findall(_NO_WORD.sub(" ", plain))

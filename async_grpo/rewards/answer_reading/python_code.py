@@ -30,17 +30,17 @@ _CONTINUATION = "..."  # and this before the following lines of a block
 
 
 def python_code_of(text: str, prelude: str = "", calls: Sequence[str] = (), is_program: bool = False) -> str:
-    """Return the code that a completion without its thought answers with, or the whole text if it has no block.
+    """Return the code with which a completion answers, or the whole text if it has no block.
 
-    A block answers if it defines a function or a class, or prints, or redefines another block's function by a lambda or an
-    import. If the tests are known, it must also define what they use, and run as a program if they run it. Where no block
-    does that, any block that defines or prints may answer.
-
-    An example of use does not answer: it needs a name that only another block defines. Neither do sessions with ">>>",
-    unless there are only sessions, shell commands and expected output. Of the blocks that answer, the last one counts,
-    and blocks that are fenced as Python precede those without a language. If only blocks answer that need names of
-    others, or none does, it is the last one, after the blocks that define these names. Blocks in other languages count if
-    the text has no others, and if they are Python all the same.
+    1. Only blocks that are fenced as Python, and blocks without a language, are considered. Blocks in another language
+       are considered if there are no others, and if they are valid Python nevertheless.
+    2. If the tests are known, a block answers if it defines a name that they use, and runs as a program if they run one.
+       If no block does, or if there are no tests, a block answers if it defines a function or a class, prints, or
+       redefines another block's function by a lambda or an import. Sessions with ">>>" only answer if there are no
+       other blocks.
+    3. The last block that answers is returned, preferably one that is fenced as Python. Examples of use are skipped: an
+       example needs a name that only another block defines. If no block is left, the last one is returned.
+    4. If the block needs names that other blocks define, these blocks are put before it.
 
     Args:
         text: The completion without its thought.
@@ -51,7 +51,7 @@ def python_code_of(text: str, prelude: str = "", calls: Sequence[str] = (), is_p
     """
     blocks = _candidates(text, prelude)
     if blocks and _parsed(text) is not None:
-        return text  # the fences stand in strings of code that is not fenced
+        return text  # the whole text is Python code, whose strings contain the fences
     if all(block.lstrip().startswith(_PROMPT) for block in blocks):
         blocks = [_typed_in(session) for session in blocks]
     if len(blocks) < 2:
@@ -71,7 +71,7 @@ def python_code_of(text: str, prelude: str = "", calls: Sequence[str] = (), is_p
     last = answering[-1] if answering else len(blocks) - 1
     if not answering:
         answering = _answering(contents, functions)
-    # Of the blocks that answer, the last one that is no example of use
+    # Choose the last block that answers and is not an example of use
     complete = [position for position in answering if not contents[position].missing_names & names_elsewhere]
     position = complete[-1] if complete else last
     needed_names = contents[position].missing_names | (tested_names - contents[position].definitions)
@@ -207,8 +207,8 @@ class _Content:
         may_answer: Whether the block defines a function or a class, or prints. A stub, whose body is missing, is neither.
         runs: Whether the block has a statement outside of functions that may print.
         definitions: Names that the block binds outside of functions and classes, except stubs.
-        functions: Those of them that are functions or classes by a `def` or `class`.
-        new_bindings: Those of them that are bound to a lambda, or imported from the standard library.
+        functions: Those `definitions` that are functions or classes, by a `def` or `class`.
+        new_bindings: Those `definitions` that are bound to a lambda, or imported from the standard library.
         missing_names: Names that the block uses, and that neither it nor Python defines.
     """
 

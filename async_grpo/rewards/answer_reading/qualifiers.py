@@ -1,8 +1,8 @@
 r"""Compares the parts of an answer that its value does not contain: the base of a number, a.m. or p.m., a unit.
 
-An answer without such a part may be right. An answer with another one is wrong: `1011_3` is not `1011_2`, though the
-digits are the same, and 34 m are not 34 cm. An answer that takes its value back is wrong, too: `\ge 5`, `7 = 5` and
-`5 \text{, maybe six}` do not state the number 5.
+An answer without such a part may be right. An answer in which the part differs is wrong: `1011_3` is not `1011_2`, though
+the digits are the same, and 34 m are not 34 cm. An answer is also wrong if it states a bound, a doubt or a false equation:
+`\ge 5`, `5 \text{, maybe six}` and `7 = 5` do not state the number 5.
 """
 
 import math
@@ -21,7 +21,7 @@ _PATTERNS = {  # name of a part -> where an answer states it
     "modulus": re.compile(r"\\?p?mod(?![a-zA-Z])\s?\{?\s?(\w{1,40})"),
     "name": re.compile(r"\A\s?([a-zA-Z](?:_\{?\w{1,8}\}?)?)\s?=(?=[^=]+\Z)"),
 }
-_RATIO = re.compile(r"\d{1,9}(?:\s?:\s?\d{1,9}){2,9}")  # of more than two numbers
+_RATIO = re.compile(r"\d{1,9}(?:\s?:\s?\d{1,9}){2,9}")  # a ratio of more than two numbers
 _TIME = re.compile(r"(?<![\d.:])(\d{1,2})\s?:\s?(\d{2})(?![\d:])")
 MAX_HOUR = 24
 MAX_MINUTE = 59
@@ -29,7 +29,7 @@ _SIZE = re.compile(r"\\(?:left|right|[bB]ig{1,2}[lr]?)(?![a-zA-Z])\s?")
 # The name before a list, as in `x \in` and `(x, y) =`
 _NAME_OF_LIST = re.compile(r"(?:[a-zA-Z]|\([a-zA-Z](?:\s?,\s?[a-zA-Z]){0,5}\))\s?(?:=|\\in(?![a-zA-Z]))\s?")
 _BRACKET_OR_COMMA = re.compile(r"\\?[(){}\[\]]|,")
-_DATE = re.compile(r"\d{4}-\d{2}-\d{2}")  # as a difference, 2024-03-05 would be the number 2016
+_DATE = re.compile(r"\d{4}-\d{2}-\d{2}")  # without this, 2024-03-05 would be read as the difference 2016
 _NUMBER = re.compile(r"[-+]?\d[\d.,]{0,60}(?:/\d{1,60})?")
 _RELATION_AT_BEGIN = re.compile(r"\s?(?:[<>]|\\(?:[gl]e|ne|[gl]t)(?![a-zA-Z]))")
 _TEXT = re.compile(rf"{FONT}\s?\{{([^{{}}]{{1,200}})\}}")
@@ -78,7 +78,7 @@ def contradict(gold: str, answer: str) -> bool:
     if answer != gold and states_false_equation(as_latex(answer)):
         return True
     if _DATE.fullmatch(gold) and _DATE.fullmatch(answer.strip()) is None:
-        # Only a value could be equal to the difference of the three numbers
+        # A number contradicts a date. Without this check, 2016 would equal the difference 2024 - 03 - 05
         return _NUMBER.fullmatch(answer.strip()) is not None
     if _is_set_for_tuple(gold, answer) or _is_other_time(gold, answer):
         return True

@@ -62,7 +62,9 @@ def read_sequence(text: str) -> Sequence | None:
 
 
 def values_of_tuple(text: str) -> str | None:
-    r"""Return the tuple of the values that a list gives to different names, in the order of the names, or else None.
+    r"""Return the values of a list of equations such as `y = 2, x = 1` as a tuple, in the alphabetical order of the names.
+
+    Return None for any other text, or if a name occurs twice.
 
     >>> values_of_tuple("y = 2, x = 1"), values_of_tuple("x = 1, x = 2"), values_of_tuple("x = 1")
     ('(1, 2)', None, None)

@@ -1,4 +1,4 @@
-r"""Takes units, currencies and words such as "million" from a number."""
+r"""Removes units and currencies from a number, and writes words such as "million" in digits."""
 
 import re
 from decimal import Decimal
@@ -24,7 +24,7 @@ _PRICE = re.compile(
     re.VERBOSE,
 )
 _POWER = r"(?:\s?\^\s?\d|\s?\^\s?\{\s?[-+]?\d\s?\})"
-# A symbol of a unit, of which a single letter may also be a variable
+# A symbol of a unit. If it is a single letter, it may also be a variable
 _SYMBOL = (
     r"(?:[kcmd]?m|[km]?[gsN]|[kmM]?[VLCKJWA]|\^\\circ\s?[CFK]|hr?|min|sec|ft|in|yd|mi|lbs?|oz|[kMG]?Hz|k?Pa|mol|mph"
     r"|[mc]l)"

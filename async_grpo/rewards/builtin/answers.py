@@ -26,10 +26,13 @@ def completion_text(sample: dict[str, Any]) -> str:
 
 
 def answering_part(text: str) -> str:
-    r"""Return the part of a completion without its thought that holds the answer, if the answer is a document or code.
+    r"""Return the part of a completion that holds the answer, for answers that are documents or code.
 
-    This is the text of the only <answer> block, if nothing follows the block, and if it contains fenced blocks or the text
-    before it does not. Otherwise, it is the whole text.
+    This is the text of the <answer> block if there is only one and nothing follows it. But if all fenced blocks are before
+    the <answer> block, the answer is probably in them, and the whole text is returned. So it is without such a block.
+
+    Args:
+        text: The completion without its thought.
 
     >>> answering_part("So: <answer>{}</answer>"), answering_part("```\n{}\n```\n<answer>above</answer>")
     ('{}', '```\n{}\n```\n<answer>above</answer>')

@@ -1,10 +1,12 @@
 """Runs unit tests on generated Python code, in a sandbox without network access (`async_grpo.rewards.sandbox`).
 
-The code is the last block after the thought that is fenced as Python and does what the tests need: it defines a function
-or class that they use, or runs as a program, and is no example of use of another block. Without such a block, it is one
-that defines or prints something. If it needs names that only other blocks define, these blocks are put before it. Without
-a block that is fenced as Python, it is such a block without a language, or else the text of the only <answer>, or all text
-after the thought (`async_grpo.rewards.answer_reading.python_code`). The row has these columns:
+The code is searched for in the text after the thought (`async_grpo.rewards.answer_reading.python_code`). It is the last
+fenced block that does what the tests need: it defines a function or class that they use, or runs as a program. A block that
+only shows how another block is used does not count. Blocks that are fenced as Python are preferred to blocks without a
+language. If the block needs names that only other blocks define, these blocks are put before it. Without any block, the
+code is the text of the only <answer>, or else all text after the thought.
+
+The row has these columns:
 
     tests     a list of tests, or another form that `async_grpo.rewards.builtin.code_tests` reads, of two kinds:
               {"input": text, "output": text} runs the code as a program with this standard input, whose lines end with
@@ -148,8 +150,8 @@ def _run_test(
     # A program that prints the expected output must not be killed because of the length of its output
     output_bytes = sandbox.output_bytes + len(test["output"].encode(errors="surrogatepass"))
     sandbox = replace(sandbox, output_bytes=output_bytes)
-    # Data that was written on Windows has carriage returns, which programs there do not see
+    # Data that was written on Windows has carriage returns, which Python removes there when a program reads its input
     run = sandbox.run_program(code, test["input"].replace("\r\n", "\n"))
-    # Bytes that are no UTF-8 must not equal any expected text
+    # Bytes that are not UTF-8 become surrogates, which equal no expected text
     output = run.output.decode(errors="surrogateescape")
     return run, run.ended_well and same_output(output, test["output"], tolerance)

@@ -4,8 +4,8 @@ math-verify itself compares decimals to six places, so that it takes all numbers
 in the gold answer and in the answer is first replaced by its exact value (`equal_numbers`), and a number of the answer
 that may count as a number of the gold answer is replaced by that number. Then math-verify has nothing left to round.
 
-A decimal may be rounded. It counts as another number if the two agree to six decimals and five significant digits, or
-if the decimal is that number, rounded to at least six decimals and three significant digits.
+A decimal may be rounded. It counts as equal to a number in two cases: both agree to six decimals and five significant
+digits, or the decimal is the number, rounded to at least six decimals and three significant digits.
 """
 
 import re
@@ -45,7 +45,7 @@ def equal_answers(gold_answers: list[Any], answers: list[Any]) -> bool:
 
     Args:
         gold_answers: Readings of the gold answer: expressions of sympy, and its text.
-        answers: Readings of the answer. One that may take forever to compute is only equal to the same expression.
+        answers: Readings of the answer. A reading that may take forever to compute only equals the same expression.
     """
     return any(_equal_readings(gold, answer) for gold, answer in product(gold_answers, answers))
 
@@ -97,7 +97,7 @@ def _equal_expressions(gold: Any, answer: Any) -> bool:
     gold_inequalities = _inequalities(exact_gold)
     if gold_inequalities and _in_order(gold_inequalities) == _in_order(_inequalities(exact_answer)):
         return True
-    # A word is one variable. math-verify compares such variables by their letters, so they are left to it
+    # A word has become a single variable here. math-verify compares its letters, so this is left to math-verify
     are_formulas = all(
         isinstance(part, sympy.Expr) and not part.is_Symbol for part in (exact_gold, exact_answer)
     )
@@ -179,7 +179,9 @@ def _exact_value(number: sympy.Expr) -> sympy.Expr:
 
 
 def _counterpart(number: sympy.Expr, exact_values: Mapping[sympy.Expr, sympy.Expr]) -> sympy.Expr:
-    """Return the exact value of the number in the gold answer that `number` equals, or else that of `number` itself.
+    """Return the exact value of the number in the gold answer that `number` equals.
+
+    If the gold answer has no such number, return the exact value of `number` itself.
 
     Args:
         number: A number in the answer of the completion.

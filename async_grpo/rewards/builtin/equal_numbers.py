@@ -54,7 +54,7 @@ def with_exact_decimals(expression: sympy.Basic) -> sympy.Basic:
 
 
 def with_imaginary_unit(expression: Any) -> Any:
-    """Replace the variable i, as which LaTeX is read, by the imaginary unit.
+    """Replace the variable i by the imaginary unit, because parsers of LaTeX read i as a variable.
 
     >>> with_imaginary_unit(sympy.Symbol("i") ** 2)
     -1
@@ -151,7 +151,7 @@ def _complex_value(expression: sympy.Expr, point: Mapping[sympy.Symbol, float]) 
 
 
 def _magnitude(difference: sympy.Expr, gold: sympy.Expr, answer: sympy.Expr) -> sympy.Expr:
-    """Return the size of the difference of two numbers in digits, also if the numbers are complex."""
+    """Return the difference of two numbers as a decimal number; of complex numbers, the absolute value of it."""
     size = difference.evalf(WORKING_DIGITS)
     if isinstance(size, sympy.Float | sympy.Rational):
         return size

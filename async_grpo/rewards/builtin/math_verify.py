@@ -192,7 +192,7 @@ def _is_reduced(text: str, value: Any) -> bool:
     """Return whether math-verify has read only one of the numbers of a text, as the 5 in "5..7"."""
     plain = _TEXT_IN_FONT.sub(" ", plain_notation(text))
     if _RELATION.search(plain):
-        return False  # of a relation or a chain of steps, the last side counts
+        return False  # in a relation or a chain of steps, only the last side counts
     numbers = set(_PLAIN_NUMBER.findall(plain))
     is_one_of_many = isinstance(value, sympy.Number) and len(numbers) > 1 and str(value) in numbers
     # The numbers of an expression and of a base, as in `4/2` and `1011_2`, belong to its value

@@ -1,9 +1,9 @@
 r"""Compares the stated answer with the gold answer by sympy, element by element.
 
 Both answers are normalized as in `mathd`. Tuples and intervals must have the same brackets and the same length. As in
-PRM800K (Lightman et al., "Let's Verify Step by Step", 2023), if the gold answer is an integer, the answer must be the
-same integer, and a fraction must equal a gold fraction literally: "4/2" is an unfinished answer if the gold answer is
-"2". Other numbers must have exactly the same value, except that a decimal may differ by `RELATIVE_TOLERANCE`.
+PRM800K (Lightman et al., "Let's Verify Step by Step", 2023), an answer must be computed to its end: "4/2" is wrong if the
+gold answer is "2", and "2/4" if it is "1/2". So integers and fractions are compared literally. Other numbers must have
+exactly the same value, except that a decimal may differ by `RELATIVE_TOLERANCE`.
 
 A LaTeX grammar reads the text. sympy's own parser is never used, because it would evaluate text from a model as code.
 """
@@ -154,7 +154,7 @@ def check_row(row: dict[str, Any]) -> None:
 
 def is_computable(expression: Any) -> bool:
     """Return whether a parsed expression is small enough to be computed. The value of a short `9^{9^{9}}` is not."""
-    # This is a matrix, which is compared entry by entry
+    # An object of another type is a matrix, which is compared entry by entry
     if not isinstance(expression, sympy.Basic):
         return True
     nodes = list(islice(sympy.preorder_traversal(expression), MAX_NODES + 1))

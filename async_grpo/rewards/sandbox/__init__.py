@@ -12,7 +12,7 @@ A sandboxed process tries to apply every level of confinement. Only the last one
                 distributions since 2022, and         into other processes; in newer kernels TCP, signals
                 containers whose profile allows it
     uid         root, if the interpreter can be       what belongs to root or to any other user
-                read by all
+                read by every user
 
 Without landlock, code can read what the account can read: the data set, and with it perhaps the expected answers. Keep
 these elsewhere, or watch the metric `files_hidden`. No level stops covert channels or bugs of the kernel: code from an

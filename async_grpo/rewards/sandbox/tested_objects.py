@@ -38,7 +38,7 @@ class Proxy:
         return isinstance(subclass, Proxy) and self._ask("issubclass", subclass, self) is True
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> None:
-        # The tested code is told of the exception. It cannot suppress it, because it could be that of a failed assertion
+        # The tested code gets the exception, but cannot suppress it: the exception may be that of a failed assertion
         names = [base.__name__ for base in kind.__mro__] if kind is not None else []
         self._ask("exit", self, names, str(error))
 
