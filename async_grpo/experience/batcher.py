@@ -1,8 +1,7 @@
 """`ExperienceBatcher`: the rollout loop. It admits prompts, has them generated and scored, and feeds the ranks.
 
 rollout_loop:  waits for a slot of the staleness budget, then starts each rollout as its own task
-rollout:       generates a group, scores each completion while the others still generate, and adds the log-probs of
-               other policies
+rollout:       generates a group, scores each completion as soon as it ends, and adds the log-probs of other policies
 _offer:        places the group in a step, computes advantages, packs micro-batches, and queues them for the ranks
 """
 
@@ -112,9 +111,9 @@ class ExperienceBatcher:
         self._sequences = 0  # number of sequences that are requested and not completely generated
         self._first_step = FirstStepPace(config.samples_per_step)
         self._admitted = 0  # number of groups admitted since the start of the run
-        # Admitted groups, by sequence number, until engines use the weights that they trained. Checkpoints save them
+        # The groups that are alive, by sequence number. Checkpoints save these groups
         self._alive: dict[int, Group | UnfinishedGroup] = {}
-        # Sequence numbers of trained groups, by the version of the weights trained on them, until it is live
+        # Sequence numbers of the groups on which a version of the weights was trained, for versions that are not live yet
         self._trained_groups: dict[int, list[int]] = {}
         self._samples_done = 0  # number of samples of all steps that have ended
         self._prompts_set_aside: list[dict[str, Any]] = []  # prompts set aside since the end of the last step
@@ -157,7 +156,7 @@ class ExperienceBatcher:
             message_task.cancel()
 
     async def _next_message(self, rank: int) -> Message:
-        # While `_offer` holds the lock, only it may use the packer, and it feeds the queues itself afterwards
+        # While `_offer` holds the lock, it uses the packer. It feeds the queues afterwards
         if not self._offer_lock.locked():
             self._feed()
         message = await self._queues[rank].get()
@@ -178,11 +177,11 @@ class ExperienceBatcher:
         self._note_utilization()
 
     def workers_joined(self) -> None:
-        """Tell every rank that workers wait for weights, at the same position in the queues of all ranks."""
+        """Queue the message that workers wait for weights, at the same position for all ranks."""
         self._put([WorkersJoined()] * len(self._queues))
 
     def request_save(self, end_reason: str = "") -> None:
-        """Make every rank save a checkpoint, at the same position in the queues of all ranks.
+        """Queue the request to save a checkpoint, at the same position for all ranks.
 
         Args:
             end_reason: Why the run ends after the checkpoint; "" if the run continues.
@@ -237,7 +236,7 @@ class ExperienceBatcher:
             admitted = self._alive[number]
             await self._images.write(admitted.prompt)
             try:
-                # This may be newer than the version that `admit` returned: a restored or replaced group starts later
+                # `admit` may have returned an older version, because a restored or replaced group starts later
                 start_version = self.budget.live_version
                 group = await self.rollouts.group(admitted.prompt, number, start_version)
             except PromptSetAside as error:

@@ -55,7 +55,7 @@ ROWS_ON_LINES = "Each row must stand on one line, as `jq -c . FILE` writes them"
 LINES_OF_CR = (
     "Its lines end with CR alone, as old Macintosh programs write: convert the file by tr '\\r' '\\n'"
 )
-BARE_RETURN = "new-line character"  # in the message of `csv` for a line that ends with CR alone
+BARE_RETURN = "new-line character"  # part of the error message of `csv` for a line that ends with CR alone
 # Delimiters of tables, and their names in messages. Excel writes semicolons in many languages
 DELIMITERS = {";": "semicolons", "\t": "tabs", "|": "bars", ",": "commas"}
 
@@ -103,7 +103,7 @@ def read_rows(
 
 
 def raw_rows(path: Path) -> Rows:
-    """Yield (file and line number as text, row) for each row of a data file, with the columns of the file.
+    """Yield (file and line number as text, row) for each row of a data file, without renaming any columns.
 
     Raises:
         ConfigurationError: The file does not exist, or has another format.
@@ -180,9 +180,9 @@ def _jsonl_rows(path: Path, file: BinaryIO) -> Rows:
 
 
 def _json_rows(path: Path, file: BinaryIO) -> Rows:
-    """Yield the rows of a JSON file: the items of its list, or of the only list of objects in its object.
+    """Yield the rows of a JSON file, which contains a list of rows, or an object with a single list of rows.
 
-    Many public files with this extension are JSONL, so their lines are read as rows.
+    Many public files with the extension .json are JSONL instead. Their lines are read as rows.
     """
     is_jsonl = _is_jsonl(file)
     file.seek(0)

@@ -112,8 +112,8 @@ def _mean(name: str, values: Sequence[float]) -> dict[str, float | None]:
 def _majority_passes(answers: Sequence[str | None], passed: Sequence[bool]) -> float:
     """Return 1.0 if the most frequent answer passes, else 0.0.
 
-    If several answers are the most frequent ones, the result is the share of them that passes. Completions whose answer
-    is None have no vote. If all are None, the result is 0.0.
+    If several answers are equally frequent, the result is the share of these answers that passes. Completions whose answer
+    is None have no vote. If all answers are None, the result is 0.0.
     """
     stated = [answer for answer in answers if answer is not None]
     first_passes = [passed[answers.index(answer)] for answer in multimode(stated)]

@@ -6,14 +6,14 @@ from collections import Counter
 from async_grpo.errors import EnvironmentNeverWorked
 from async_grpo.types import Completion, Group
 
-# The run ends if the trajectories of this many groups all fail, and if they are at least this many trajectories. If a
-# step has fewer groups, those of one step are enough
+# The run ends if all trajectories of its first groups fail: at least FIRST_GROUPS groups, with at least
+# FIRST_TRAJECTORIES trajectories together. If a step has fewer groups, the groups of one step are enough
 FIRST_GROUPS = 2
 FIRST_TRAJECTORIES = 8
 
 
 class FirstTrajectories:
-    """Raises an error if all trajectories of the first admitted groups fail, and none of the run has succeeded.
+    """Raises an error if all trajectories of the first admitted groups fail, and no other trajectory has succeeded.
 
     For example, if an agent's command is mistyped, every trajectory fails. Without this check, the run would go on until
     the end of its first step. "First" refers to the order of admission, not to the order in which groups end: failures
@@ -31,7 +31,7 @@ class FirstTrajectories:
         self._failures_by_group: dict[int, list[str]] = {}
 
     def ended(self, completion: Completion) -> None:
-        """Record that a trajectory has ended. One without a failure shows that the environment works."""
+        """Record that a trajectory has ended. If it has no failure, the environment works."""
         if not completion.failure:
             self._has_succeeded = True
             self._failures_by_group.clear()

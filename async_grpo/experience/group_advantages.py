@@ -174,7 +174,7 @@ class GroupAdvantages:
         # With a discount, the advantage of a token depends on its distance to the rewards, in tokens
         if self._options.get("gamma", 1.0) != 1.0:
             return True
-        # An estimator with `sums` reads only the sum of a sample's rewards, so it does not matter where the rewards are
+        # An estimator with `sums` reads only the sum of a sample's rewards, not the tokens at which they are
         if self.estimator.sums:
             return False
         # With a KL penalty, each token has its own reward
@@ -253,7 +253,7 @@ class GroupAdvantages:
         """Return whether the sample has every reward that the estimator reads."""
         verdict = sample.verdict
         if self.estimator.ignores_rewards:
-            # A failed trajectory may have ended anywhere, so it is not trained on either
+            # A failed trajectory may have ended at any point, so it is not trained on, even if rewards are ignored
             return not sample.completion.failure
         if verdict.status is not RewardStatus.OK:
             return False
@@ -320,7 +320,7 @@ class GroupAdvantages:
 
 
 def _with_group_tokens(group: Group, samples: Sequence[Sample]) -> Group:
-    """Return the group with these samples. Each gets the number of tokens that the group trains as `group_tokens`."""
+    """Return the group with these samples, and set their `group_tokens` to the number of tokens trained in the group."""
     num_tokens = 0
     for sample in samples:
         if sample.loss_mask is not None:

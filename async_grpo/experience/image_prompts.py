@@ -103,7 +103,7 @@ class ImagePrompts:
         return ImagePrompt(self._expanded(text_token_ids, images), text_token_ids, images, sources)
 
     def add(self, content: bytes) -> ImageReference:
-        """Return the reference of an encoded image that belongs to no row, so that `store` can write it."""
+        """Register an encoded image that belongs to no row, so that `store` can write it, and return its reference."""
         digest = digest_of_image(content)
         self._sources[digest] = ImageSource(None, {"bytes": base64.b64encode(content).decode()})
         return ImageReference(
@@ -160,7 +160,7 @@ class ImagePrompts:
     ) -> list[int]:
         """Return the token ids of the prompt with a single placeholder for each image."""
         texts = [_without_images(message) for message in row_with_images.messages]
-        # Called only for its checks of the messages, which cannot read lists of parts. The token ids are not used
+        # This call only checks the messages. It gets texts, because the checks cannot read lists of parts
         self._renderer.prompt_tokens({**row, "messages": texts}, max_tokens, place)
         messages = []
         for message in row_with_images.messages:

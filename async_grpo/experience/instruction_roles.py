@@ -60,7 +60,10 @@ class InstructionRoles:
         return [*leading, *later]
 
     def _leading(self, messages: Messages, tools: list[dict[str, Any]] | None) -> Messages:
-        """Return the messages before the first question: as they are, as system messages, or as one message."""
+        """Return the messages before the first question, changed if the template would otherwise drop some of them.
+
+        Developer messages may become system messages, and several messages may be joined to one.
+        """
         if not messages:
             return []
         as_system = [message | {"role": "system"} for message in messages]

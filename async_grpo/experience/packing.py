@@ -76,7 +76,7 @@ class Packer:
         # Width of a length class, in tokens. Within a class, samples are sorted by group, so that samples of a group
         # tend to share a micro-batch, which computes their common prompt only once
         self._length_class_tokens = max(1, max_tokens // 64)
-        # A group's next sample goes to the same rank unless that rank's cost exceeds the lowest one by more than this
+        # A group's next sample goes to the same rank unless that rank's cost exceeds the lowest cost by more than this
         self._group_bonus_tokens = max_tokens / 16
         self._waiting: list[WaitingSample] = []  # in ascending order
         self._num_waiting_tokens = 0

@@ -70,7 +70,7 @@ def plain(value: Any) -> Any:
     if isinstance(value, TIMES):
         return str(value)
     if type(value).__name__ in NARROW_NUMBERS:
-        # The shortest decimal. Converted directly, a float32 of 0.1 would become 0.10000000149011612
+        # Convert by way of the shortest text. `float(value)` would make 0.10000000149011612 of the float32 0.1
         return float(str(value))
     image_url = _image_url(value)
     if image_url is not None:

@@ -44,7 +44,7 @@ class PromptOptions(Section):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.chat_template is not None:
-            # Made absolute, because other programs of the run have other working directories
+            # Make the path absolute, because other programs of the run have other working directories
             object.__setattr__(self, "chat_template", os.path.abspath(self.chat_template))
         for name in self.template_variables:
             refuse(

@@ -86,7 +86,7 @@ class PromptRenderer:
 
     @cached_property
     def _templates(self) -> list[str]:
-        """The text of the chat template, or of all of them if the tokenizer has several."""
+        """The texts of all chat templates that the tokenizer has, usually one."""
         template = getattr(self._tokenizer, "chat_template", None) or ""
         return list(template.values()) if isinstance(template, dict) else [str(template)]
 
@@ -109,8 +109,9 @@ class PromptRenderer:
     def prompt_tokens(self, row: Any, max_prompt_tokens: int, place: str = "") -> list[int]:
         """Return the token ids of a row's prompt.
 
-        The prompt is `input_token_ids` if the row has that column. Else it is `messages`, or `prompt` if that is a list,
-        after the chat template. Else it is the text in `input` or `prompt`. A column that is null counts as missing.
+        The first of these columns that the row has is the prompt: `input_token_ids`; the list `messages`, or `prompt` if it
+        is a list, to which the chat template is applied; the text in `input` or `prompt`. A column that is null counts as
+        missing.
 
         Args:
             row: The row.
@@ -280,7 +281,7 @@ class PromptRenderer:
 
     @property
     def system_prompt(self) -> str | None:
-        """Return the content of the system message of conversations that have none; None if they get none."""
+        """Return the text of the system message that is added to conversations without one; None if none is added."""
         return self._options.system_prompt
 
     @property
@@ -324,7 +325,7 @@ class PromptRenderer:
                 messages the template writes into the text (see `InstructionRoles`).
 
         Raises:
-            ConfigurationError: The template refuses the messages, or writes a developer message under no role.
+            ConfigurationError: The template refuses the messages, or does not write developer messages under any role.
         """
         if not keeps_roles:
             messages = self._instruction_roles.mapped(messages, tools)

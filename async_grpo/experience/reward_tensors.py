@@ -101,7 +101,7 @@ class RewardTensors:
             )
 
     def _times_of(self, row: int, tokens: Sequence[int]) -> list[int]:
-        """Return when the given tokens of a sample were sampled: the position of each token in time order.
+        """Return the positions in time order of some tokens of a sample.
 
         Args:
             row: Index of the sample.
@@ -202,7 +202,7 @@ class RewardTensors:
     def _padded(self, values: Sequence[Tensor]) -> Tensor:
         """Return (B, T) in time order from the values (T,) of each sample's tokens. T is at least 1."""
         values_in_time = [self._in_time(row, sample_values) for row, sample_values in enumerate(values)]
-        # An extra row of one column, removed after the padding, so that T is at least 1
+        # Add a row of one column, and remove it after the padding. So T is at least 1
         single_column = values[0].new_zeros(1)
         return pad_sequence([*values_in_time, single_column], batch_first=True)[:-1]
 

@@ -70,7 +70,7 @@ def refuse_sampled_images(completion: Completion, unsampled_token_ids: Sequence[
     """Refuse a completion in which the policy sampled a token that stands for an image.
 
     Raises:
-        ImagesDiffer: It has such a token. The engine and the trainer would look for an image that does not exist.
+        ImagesDiffer: The completion has such a token. Engine and trainer would look for an image that does not exist.
     """
     if not unsampled_token_ids:
         return

@@ -20,7 +20,7 @@ IMAGE_COLUMNS = ("images", "image")  # columns with the images of a row; the fir
 IMAGE_TEXT = IMAGE_PLACEHOLDER  # text in a message that stands for the next image of IMAGE_COLUMNS
 # Values of `type` of the parts of a message that hold an image
 IMAGE_KINDS = ("image", "image_url", "input_image")
-# Fields of such a part that may hold its image. Without any of them, the part takes the next image of IMAGE_COLUMNS
+# Fields of an image part that may hold the image. A part without any of them gets the next image of IMAGE_COLUMNS
 IMAGE_FIELDS = ("image", "image_url", "url", "path", "bytes", "base64", "data")
 DATA_URL = re.compile(r"data:([^;,]{0,100})(;base64)?,")
 SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]{1,20})://")
@@ -36,7 +36,7 @@ class ImageRow:
     Attributes:
         messages: The messages. The content of a message with images is a list of text parts and of IMAGE_PART; all other
             contents are as in the row.
-        sources: The images in the order of their parts, as they stand in the row.
+        sources: The images in the order of their parts, in the form in which the row has them.
     """
 
     messages: list[dict[str, Any]]
@@ -202,8 +202,8 @@ def image_path(source: Any, folder: Path) -> Path | None:
 
     Args:
         source: The image as it stands in the row.
-        folder: Folder of the data file, in which relative paths begin. A file that is not there is looked for in the
-            current folder.
+        folder: Folder of the data file, in which relative paths begin. If the file does not exist there, the path is
+            tried from the current folder.
 
     Raises:
         ConfigurationError: The image is at a remote address.

@@ -100,7 +100,7 @@ def row_messages(messages: Sequence[Any], known_roles: Collection[str] = ROLES) 
             checked.append(template_message(message))
         except ConfigurationError as error:
             raise ConfigurationError(f"message {number} of {len(messages)}: {error}") from error
-    # A system message may hold the whole question, with an empty message of the user behind it
+    # Single messages may be empty: if a system message has the whole question, the user's message often has no text
     texts = [message["content"] or "" for message in checked]
     refuse(not "".join(texts).strip(), "the messages have no text, so there is no question")
     refuse(

@@ -52,7 +52,7 @@ SHOWN_NAMES = 12  # number of columns that a message lists
 
 @dataclass(frozen=True)
 class Schema:
-    """The schema of a kind of public rows.
+    """The columns of a public data set or format, by which its rows are recognized.
 
     Attributes:
         name: Name of the data set or format, in the genitive, for messages ("these look like ... rows").

@@ -21,7 +21,7 @@ ROWS_AT_ONCE = 256  # number of rows that are decoded at the same time
 # Files in a folder that `save_to_disk` of `datasets` wrote
 SAVED_FILES = ("dataset_dict.json", "state.json")
 TEXT_SUFFIXES = (".jsonl", ".ndjson", ".json", ".csv", ".tsv")
-# Files with these endings that describe a data set, and hold none of its rows
+# Files that describe a data set and hold none of its rows. They are skipped, although their names end in .json
 INFORMATION_FILES = (*SAVED_FILES, "dataset_info.json", "dataset_infos.json")
 log = logging.getLogger(__name__)
 
@@ -226,7 +226,7 @@ def imported(module: str, reason: str) -> Any:
     """Return a module of the extra `data`.
 
     Raises:
-        ConfigurationError: It is not installed. The message begins with the reason why it is needed.
+        ConfigurationError: The module is not installed. The message begins with the reason why it is needed.
     """
     try:
         return importlib.import_module(module)

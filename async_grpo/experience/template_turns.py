@@ -41,7 +41,7 @@ _CALL = {
     "type": "function",
     "function": {"name": CALL_NAME, "arguments": CALL_ARGUMENTS},
 }
-# Templates differ in what they expect as the content of a message with calls
+# Contents that probes try for a message with calls, because templates expect different ones
 _CONTENTS = ("", None, "I add.")
 _CONTROL_BEGINNINGS = "<["
 MAX_CONTROL_CHARACTERS = 40  # upper bound of the number of characters of a control token
@@ -55,7 +55,7 @@ class CallSpelling:
         shows_tools: Whether the prompt depends on the tools.
         text: What the template writes for a turn with a call of `CALL_NAME`, after the beginning of the turn; "" if it
             does not write the call.
-        text_of_two: The same for a turn with the same call twice; "" if the template does not write both.
+        text_of_two: What the template writes for a turn with this call twice; "" if it does not write both calls.
         refusal: The template's own words if it refuses a conversation with tools or with a call; otherwise "".
     """
 

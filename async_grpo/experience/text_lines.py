@@ -82,11 +82,11 @@ def decoded(content: bytes, place: str) -> str:
     """Return the text of bytes.
 
     Args:
-        content: UTF-8.
-        place: Where they stand, for the message.
+        content: Bytes in UTF-8.
+        place: File and line of the bytes, for the message.
 
     Raises:
-        ConfigurationError: They are not UTF-8.
+        ConfigurationError: The bytes are not UTF-8.
     """
     try:
         return content.decode("utf-8")

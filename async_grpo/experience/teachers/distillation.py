@@ -93,7 +93,8 @@ class Teachers:
         """Return the metrics of the teachers of a step.
 
         - `teacher_kl`: mean of log pi - log pi_T over the covered tokens, in nats. It estimates KL(pi || pi_T) per token.
-        - `teacher_kl_k3`: the estimator k3 of the same (see `algorithm.kl`), which varies less and is never negative.
+        - `teacher_kl_k3`: the same KL divergence by the estimator k3 (`algorithm.kl`), which varies less and is never
+          negative.
         - `teacher_kl/NAME`: `teacher_kl` over the rows of one teacher, if there are several teachers.
         - `teacher_covered`: share of the sampled tokens for which a teacher gave a log-prob.
         - `teacher_failures`: number of samples for which a teacher gave no log-prob at all.

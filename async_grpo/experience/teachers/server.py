@@ -185,7 +185,7 @@ class TeacherServer:
         """
         body: dict[str, Any] = {
             "prompt": list(token_ids),
-            "prompt_logprobs": k,  # the log-prob of the token itself is always there
+            "prompt_logprobs": k,  # the server always returns the log-prob of the token itself, too
             "max_tokens": 1,
             "temperature": 0.0,
         }
