@@ -2,9 +2,8 @@
 
     score -> queue (first come, first served) -> the least busy worker -> result
 
-A worker with `prefetch` also gets samples ahead of their turn: in addition to the samples that it serves at a time
-(`capacity`), as many as it can score within `PREFETCH_S`. If such a sample still waits after `TAKE_BACK_S`, the queue
-takes it back.
+A worker serves `capacity` samples at a time. A worker with `prefetch` also gets the next samples in advance, as many as it
+can score within `PREFETCH_S`. If such a sample still waits after `TAKE_BACK_S`, the queue takes it back.
 
 Workers never repeat a call. Only this module gives a sample to a worker a second time: see "The way of one verdict" in
 docs/rewards.md. A lost worker is closed before another worker replaces it, so that a late answer can never reach the
@@ -42,7 +41,7 @@ from async_grpo.types import AdapterResult
 
 logger = logging.getLogger(__name__)
 
-ATTEMPTS = 2  # a sample fails after it has lost this many processes or workers
+ATTEMPTS = 2  # a sample fails after this many processes or workers were lost while they scored it
 # Time after which a prefetched sample is taken back, because the sample before it is clearly slower than usual
 TAKE_BACK_S = 2 * PREFETCH_S
 
@@ -257,7 +256,7 @@ class AdapterQueue:
         given_at: float,
         is_taken_back: bool,
     ) -> str:
-        """Act on the outcome of a call, and return why its worker is lost, or "" if it is not."""
+        """Act on the outcome of a call, and return why its worker is lost; "" if the worker is not lost."""
         if not call.done():
             return f"it went on for {self._timeouts.grace_s:g} s after the call was cancelled"
         try:
@@ -298,7 +297,7 @@ class AdapterQueue:
             self._enqueue(job)
 
     def _break(self, reason: str) -> None:
-        """Fail all waiting jobs with this reason, and all later ones until a new worker is made."""
+        """Fail all waiting jobs with this reason, and also all later jobs until a new worker is made."""
         self._broken_reason = self._broken_reason or reason
         for _, job in self._waiting:
             job.end(WorkerLost(self._broken_reason))

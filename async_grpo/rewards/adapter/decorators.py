@@ -84,7 +84,7 @@ def rows_checked_by(check: Callable[..., None]) -> Callable[[Reward], Reward]:
     remaining rows are not checked.
 
     Args:
-        check: Receives a row, and those of the reward's options that it names as parameters.
+        check: Receives a row, and each option of the reward for which it has a parameter.
     """
 
     def mark(reward: Reward) -> Reward:
@@ -121,7 +121,7 @@ class AdapterTraits:
     is_judge: bool = False
     has_post_process: bool = False
     max_wait_s: float = 0.0  # time that the first sample of a batch waits for more samples
-    # Whether a cancelled call may continue until its time limit. If not, it is stopped at once
+    # Whether a cancelled call may continue until its time limit. Otherwise, it is stopped at once
     finishes: bool = False
 
 

@@ -84,7 +84,7 @@ def pickle_digest(text: str) -> str:
 
 @contextmanager
 def _modules_beside_the_program_by_value() -> Iterator[None]:
-    """Make cloudpickle also pickle objects from modules in the program's folder by value.
+    """Make cloudpickle pickle objects from modules in the program's folder by value, not only as names to import.
 
     The rewards' processes cannot import these modules: the folder is not in their path, and may not exist on other
     nodes.

@@ -12,7 +12,7 @@ PICTURE_KEY = "picture"
 
 
 def picture_columns(png: bytes) -> dict[str, Any]:
-    """Return the columns that a sample gets from its picture, as JSON; none without a picture."""
+    """Return the columns that a sample gets from its picture, as JSON; {} without a picture."""
     return {PICTURES_KEY: [base64.b64encode(png).decode()]} if png else {}
 
 

@@ -23,7 +23,7 @@ SHIPPED_REGISTRY = Path(__file__).parents[2] / "data" / REGISTRY_FILE
 
 
 def registry_file(path: str | Path | None = None) -> Path:
-    """Return the registry file: the given one, or else the one in the working folder, or else the shipped one.
+    """Return `path`. If it is empty, return the registry file in the working folder, or else the shipped file.
 
     >>> registry_file("rewards/mine.py")
     PosixPath('rewards/mine.py')

@@ -1,4 +1,4 @@
-"""What a reward may return for a sample (see docs/rewards.md), and its conversion to an answer.
+"""Convert the value that a reward returned for a sample to an answer (see docs/rewards.md).
 
 A reward returns one of
 
@@ -123,7 +123,7 @@ def python_number(value: Any) -> Any:
 def read_change(returned: Any, answer: Mapping[str, Any]) -> dict[str, Any]:
     """Return an answer after the change that `post_process_scores` returned for it (see `decorators.post_process`)."""
     if isinstance(returned, dict):
-        # The function may return the member that it received, with another reward
+        # The function may return the dict that it received, with a changed reward
         returned = {name: value for name, value in returned.items() if name not in _MEMBER_FIELDS}
     has_no_reward = isinstance(returned, dict) and returned.get("reward", 0.0) is None
     if returned is None or has_no_reward:

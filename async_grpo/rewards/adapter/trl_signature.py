@@ -33,7 +33,7 @@ def has_trl_signature(reward: Any) -> bool:
 
 
 def unknown_arguments(reward: Any, columns: Collection[str]) -> list[str]:
-    """Return the required arguments of a reward with TRL's signature that samples with these columns lack."""
+    """Return those required arguments of a reward with TRL's signature for which there is no column."""
     sample_keys = {*GENERATED, *OF_EVERY_SAMPLE, *columns} - {"prompt", "completion"}
     variable = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
     return [
@@ -85,7 +85,7 @@ def trl_reward(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def trl_arguments(function: Callable[..., Any], samples: Sequence[Sample]) -> dict[str, list[Any]]:
-    """Return TRL's keyword arguments for these samples, without those that the function does not accept."""
+    """Return those of TRL's keyword arguments for these samples that the function accepts."""
     arguments: dict[str, list[Any]] = {
         name: [sample.get(name) for sample in samples]
         for name in samples[0]

@@ -32,9 +32,9 @@ _OPERATORS: dict[str, Callable[[float, float], float]] = {
     "/": lambda left, right: left / right,
 }
 _CLOSINGS = {"(": ")", "{": "}", "[": "]"}
-# Tokens with which a factor begins that is written directly behind another one, as in `2\sqrt{3}`
+# First tokens of factors that may follow another factor without a sign, as `\sqrt{3}` in `2\sqrt{3}`
 _SECOND_FACTORS = {"(", "frac", "sqrt", "pi", "binom"}
-_END = ""  # the token after the last one
+_END = ""  # stands for the end of the tokens
 
 
 def states_false_equation(text: str) -> bool:

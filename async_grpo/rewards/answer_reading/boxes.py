@@ -23,7 +23,7 @@ _SPACE = (
     r"|\\(?:q?quad|en(?:space|skip)|(?:neg)?(?:thin|med|thick)space|space|nobreakspace|hfill|newline|linebreak|par"
     r"|noindent|(?:small|med|big)skip|(?:display|text|script|scriptscript)style)(?![a-zA-Z])"
 )
-# Parts of a text around and between boxes that are not read: row breaks, space, delimiters, environments, brackets of
+# Parts of a text around and between boxes that are ignored: row breaks, space, delimiters, environments, brackets of
 # \left and \right, and fonts
 _LAYOUT = re.compile(
     rf"{_ROW_BREAK}|{_SPACE}|[${{}}&*]|\\[()\[\]]"
@@ -34,12 +34,12 @@ _LAYOUT = re.compile(
 _LEADING_SPACE = re.compile(rf"(?:{_SPACE})+")
 _TRAILING_SPACE = re.compile(rf"(?:{_SPACE})+\Z")
 _TRAILING_CHARACTERS = 100  # trailing space is searched for only in this many characters at the end of a text
-# The text between two boxes, in small letters and without blanks
+# The whole text between two boxes of one answer, in small letters and without blanks
 _DIVIDER = re.compile(r"[,;]?(?:and|or|and/or)?(?:maybe|perhaps|possibly)?")
 # The name of the next value, as in `x = \boxed{1}, y_1 = \boxed{2}` or "x is \boxed{1}", in a
 # text from which layout was removed
 _NAME_OF_BOX = re.compile(r"(?<![a-zA-Z])[a-zA-Z](?:_\w{1,3})?(?:=| is)\Z")
-# Words that belong to the value before them, in front of "and" or "or", as in `\boxed{1} papers and \boxed{2} bins`
+# A divider with words before it that belong to the first value, as "papers and" in `\boxed{1} papers and \boxed{2} bins`
 _DIVIDER_WITH_WORDS = re.compile(
     r"\s{0,8},?\s{0,8}(?!(?:is|was|are|were|so|then|but|no|not|it|we|fails|works|holds|wrong|right|false|true)(?![a-zA-Z]))"
     r"(?:(?:for|in|of)\s{1,8}(?:[a-zA-Z]{2,15}\s{1,8}){0,3}(?:\(?[a-zA-Z0-9]\)?\s{1,8})?|[a-z]{3,15}\s{1,8}){1,2}"
@@ -85,8 +85,8 @@ def boxed_answer(text: str, keeps_layout: bool = False) -> str | None:
     Braces are matched, and `\{` is not a brace. Layout (delimiters of formulas, spaces, \text, \left, alignment) around
     the content and between boxes is ignored. \fbox is read only in a text without \boxed.
     Boxes form one answer if only a comma, a semicolon, "and", "or", or a new row of an environment such as `cases`
-    separates them. Their contents are joined by commas, without duplicates. A box around other boxes replaces them if
-    it contains more than words and "x =" besides them. Otherwise, the inner boxes count.
+    separates them. Their contents are joined by commas, without duplicates. If a box contains other boxes, the outer box
+    counts, unless it only adds words or "x =" to the inner boxes. Then the inner boxes count.
 
     Args:
         text: The text.
@@ -150,7 +150,7 @@ def _is_words_only(text: str) -> bool:
 
 
 def _boxes_and_braces(text: str) -> tuple[list[_Box], dict[int, int]]:
-    """Return all box commands, and the position of the matching closing brace for each opening brace that has one."""
+    """Return all box commands, and the position of the closing brace for each opening brace that is closed."""
     boxes: list[_Box] = []
     closing_braces: dict[int, int] = {}
     open_braces: list[int] = []
@@ -242,7 +242,7 @@ def _content(text: str, span: _Span, boxes: Sequence[_Box], closing_braces: dict
 
 
 def without_layout(text: str) -> str:
-    r"""Return a LaTeX text without spaces at its ends, and without delimiters that enclose all of it as one formula.
+    r"""Return a LaTeX text without spaces at its ends. If it is a single formula, its delimiters are removed, too.
 
     A text that consists only of layout is returned unchanged.
 
@@ -253,7 +253,7 @@ def without_layout(text: str) -> str:
 
 
 def without_delimiters(text: str) -> str:
-    r"""Return the text without white space at its ends, and without delimiters that enclose all of it as one formula.
+    r"""Return the text without white space at its ends. If it is a single formula, its delimiters are removed, too.
 
     >>> without_delimiters(r" \( C\, \)"), without_delimiters("~/bin "), without_delimiters("C:\\")
     ('C', '~/bin', 'C:\\')
@@ -273,7 +273,7 @@ def _without_spaces(text: str) -> str:
     text = text.strip()
     whole = text
     if text.endswith("\\") and not text.endswith("\\\\"):
-        # This backslash is the rest of the spacing command `\ `, whose blank was already stripped
+        # The backslash at the end is the rest of the spacing command `\ `, whose blank was already stripped
         text = text[:-1]
     leading = _LEADING_SPACE.match(text)
     if leading is not None:

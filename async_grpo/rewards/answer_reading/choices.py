@@ -1,4 +1,4 @@
-r"""Reads the answers of multiple choice, which may state a letter, a value, or both, as in `\textbf{(B)}\ 12`."""
+r"""Reads answers to multiple-choice questions. They may state a letter, a value, or both, as in `\textbf{(B)}\ 12`."""
 
 import re
 
@@ -8,7 +8,8 @@ MAX_CHARACTERS = 2_000  # maximum length of an answer that may be a choice with 
 
 # The first word of a reason after a choice, as in "B, because A is false"
 REASON = r"(?:because|since|as|not)(?![a-zA-Z])"
-# A single letter, perhaps with a font, "Option" before it, parentheses, full stops and a reason, as in `\textbf{(C)}.`
+# A single letter as an answer, as in `\textbf{(C)}.`. It may have a font, parentheses, full stops, "Option" before it, and
+# a reason after it
 _CHOICE = re.compile(
     rf"""
     (?:{FONT}\s?\{{|\{{)? \s{{0,8}} (?:(?:[Oo]ption|[Cc]hoice)\s{{1,4}})?
@@ -20,12 +21,12 @@ _CHOICE = re.compile(
     re.VERBOSE,
 )
 _FONT_AT_BEGIN = re.compile(rf"{FONT}\s?\{{([^{{}}]{{1,200}})\}}")
-# The begin of a value. A product or a set operation, as in `(A) + 3` and `(A) \cup B`, states no choice
+# The beginning of a value after a letter. An operator does not match, because `(A) + 3` and `(A) \cup B` are not choices
 _NUMBER_OR_COMMAND = (
     r"(?:[$€£¥]?\.?\d|\$|-\s?[\d.\\]"
     r"|\\(?!(?:cup|cap|times|cdot|setminus|subset|in|to|[gl]e|ne|equiv|approx|pm)(?![a-zA-Z])|[,;:!\ ]))"
 )
-# The first word behind "B. " that is no value
+# Words that may follow "B. " and show that no value follows, as in "B. or C"
 _DOUBT = r"(?i:or|and|maybe|perhaps|possibly|either)(?![a-zA-Z])"
 # The letter of a choice before its value, as in "(B) 12", "B) 12" or "B. Paris". The value itself does not match
 CHOICE_WITH_VALUE = re.compile(
@@ -104,9 +105,9 @@ def letter_of(match: re.Match[str]) -> str:
 
 
 def compared_parts(gold: str, answer: str) -> list[tuple[str, str]]:
-    r"""Return the pairs of texts that must all be equal, so that an answer is equal to the gold answer.
+    r"""Return pairs (text of the gold answer, text of the answer). The answers are equal if both texts of each pair are.
 
-    If one of the two is a letter and its value, the other may state only one of them.
+    If one answer has a letter and its value, the other one may state only the letter or only the value.
 
     >>> compared_parts("12", r"\textbf{(B)}\ 12"), compared_parts("B", "(B) 12"), compared_parts("12", "34")
     ([('12', '12')], [('B', 'B')], [('12', '34')])
@@ -125,7 +126,7 @@ def compared_parts(gold: str, answer: str) -> list[tuple[str, str]]:
 
 
 def _with_left_sides(gold: str, answer: str) -> tuple[str, str]:
-    r"""Return both texts, with the variable of `x \ge 5` also before the other text if that is a bare `\ge 5`."""
+    r"""Return both texts. If one is like `x \ge 5` and the other one like `\ge 5`, the latter gets the variable, too."""
     variable = _VARIABLE_WITH_BOUND.match(as_latex(answer[:MAX_CHARACTERS]))
     gold_variable = _VARIABLE_WITH_BOUND.match(as_latex(gold[:MAX_CHARACTERS]))
     if variable is not None and _BOUND.match(as_latex(gold[:MAX_CHARACTERS])):

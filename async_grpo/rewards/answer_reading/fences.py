@@ -6,9 +6,10 @@ indentation of its opening fence. Models often break these rules, so some things
 
 - A fence may be indented by any width, also outside of a list. The code may be indented less.
 - A fence inside a triple-quoted string of Python code does not end the block.
-- A fence that ends the block only by looser rules (inside such a string, or shorter, or indented much further than the
-  opening fence) ends it if no other fence does. So does a fence at the end of a line of code, or before a tag, a mark
-  or a sentence, as in ```</answer> or ``` Done now. A block without any end is no block, because its text was cut off.
+- If no fence ends the block by these rules, a fence ends it by looser rules: one inside such a string, or a shorter one,
+  or one that is indented much further than the opening fence. A fence at the end of a line of code, or before a tag, a
+  mark or a sentence, also ends it then, as in ```</answer> or ``` Done now. A block without any end is ignored, because
+  its text was cut off.
 - An opening fence is ignored if the next line is another opening fence that names Python and is not shorter.
 - In a text without any block, a fence that names Python may follow other words in its line.
 
@@ -21,10 +22,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 TAB_COLUMNS = 4  # width of a tab stop in CommonMark
-# A fence that is indented by at least this many columns more than the opening fence ends the block only if no other does
+# If a fence is indented by at least this many columns more than the opening fence, it only ends the block by looser rules
 DEEPER_COLUMNS = 4
 MIN_FENCE = 3  # minimum number of characters of a fence
-# A fence that is followed by one of these marks in its line is no opening fence, so it may end a block
+# If one of these marks follows a fence in its line, it is not an opening fence, so it may end a block
 TAIL_MARKS = ("<", "*", "(", "[", "#", "!", ",", ";", ". ")
 PYTHON = ("python", "python3", "python2", "py", "py3", "pypy", "pypy3")
 
@@ -145,7 +146,9 @@ class _End:
     # whether the fence ends the block only by the looser rules (see the module's docstring)
     is_loose: bool = False
     is_glued: bool = False  # whether the last line of the content ends with the fence
-    stops_at_opening: bool = False  # whether the next opening fence shows that this end is right
+    stops_at_opening: bool = (
+        False  # whether another opening fence follows, which confirms that the block ends here
+    )
 
 
 def _late_opening_of(line: str) -> _Opening | None:

@@ -56,7 +56,7 @@ _FORMULA_WORD = re.compile(
 )
 _PROSE = re.compile(r"[a-zA-Z]{2}|[^\W\d_a-zA-Z\u0391-\u03c9]")
 _WORD = re.compile(r"[a-zA-Z]{2,20}")
-# Words in a font and their power, which may be a unit, as in `\text{cm}^2`. The words "or" and "and" of a list are no unit
+# A unit in a font, perhaps with a power, as in `\text{cm}^2`. "or" and "and" are excluded, because they connect lists
 _UNIT_IN_FONT = re.compile(r"\\[a-z]+\s?\{\s{0,8}(?!or\b|and\b)[^{}\d]{1,60}\}(?:\^\d|\^\{\d\})?")
 # Letters directly after a number, which are variables, as in `3x` and `2ab`
 _NUMBER_SUFFIX = re.compile(r"(?:[abcxyz]{2,3}|[a-zA-Z])(?![a-zA-Z0-9])")
@@ -227,7 +227,7 @@ def _continues_after_blank(text: str, tokens: Sequence[_Token], token: _Token) -
     if token.kind in ("operator", "close", "command", "font"):
         return True
     if previous.kind in ("operator", "command", "function"):
-        return previous.text != "%"  # nothing follows a percentage, except an operator
+        return previous.text != "%"  # after a percentage, only an operator continues the formula
     if token.kind == "function":
         return previous.kind in ("number", "close")
     if token.kind in ("open", "escaped"):
@@ -272,7 +272,7 @@ def _end_run(text: str, run: _Run, formulas: list[Formula]) -> None:
 
 
 def _trimmed(text: str, tokens: Sequence[_Token]) -> tuple[list[_Token], bool]:
-    """Return the tokens without operators and unmatched brackets at both ends, and whether "=" was removed before them."""
+    """Return the tokens without operators and unmatched brackets at both ends, and whether "=" was removed at the front."""
     tokens = _balanced(tokens)
     first = 0
     while first < len(tokens) and _is_no_begin(text, tokens[first]):
@@ -318,7 +318,7 @@ def _is_no_end(token: _Token) -> bool:
 
 
 def _balanced(tokens: Sequence[_Token]) -> list[_Token]:
-    """Return the tokens before the first unmatched closing bracket, without those up to the last unmatched opening one."""
+    """Return the tokens between the last unmatched opening bracket and the first unmatched closing bracket."""
     open_tokens: list[int] = []
     end = len(tokens)
     for position, token in enumerate(tokens):

@@ -59,12 +59,13 @@ _ALTERNATIVE = re.compile(
     r"[^.!?\n\d\\$]{0,40}[$(*]{0,3}"
 )
 _LIST_END = re.compile(r"[\s*_`\"')\]}]*(?:[.!?;:,](?:\s|\Z)|\Z|\n|[.!?]?\*)|[ \t]*\n")
-# Marks between "answer is" and the letter of a choice. Before a letter with its value, "(" is part of the choice
+# Marks between "answer is" and the letter of a choice. The second pattern is for a letter with its value, as in
+# "(B) 12", where "(" is part of the choice
 _BEFORE_CHOICE = re.compile(r"[\s*_`\"':=]*(?:[Oo]ption\s|[Cc]hoice\s)?[\s*_`\"'(\[{:=]*")
 _BEFORE_CHOICE_WITH_VALUE = re.compile(r"[\s*_`\"':=]*(?:[Oo]ption\s|[Cc]hoice\s)?")
 _MARKS = " \t\n*_`\"':"  # marks around words or a choice
 _MAX_CHOICE_CHARACTERS = 200  # maximum length of a text that is a letter with its value
-# "B, C" and "B. Or C" are no choice of B, but a sentence may follow one, as in "B. A is wrong"
+# The text after the letter of a choice. "B, C" and "B. Or C" do not choose B, but "B. A is wrong" does
 _AFTER_CHOICE = re.compile(
     r"[*_`\"')\]}]*(?:[.!]|[,;](?!\s+\(?[A-J](?![a-zA-Z])))?[*_]*"
     rf"(?:\s*\n|\s*\Z|\s+(?=[A-Z])(?!(?:Or|Maybe|Perhaps|Possibly)\b)|\s{{1,4}}{REASON})"
@@ -188,8 +189,8 @@ def _answer_at(
         groups: The lists of formulas.
 
     Returns:
-        (None, False) if no formula is near the word. The answer is not sure if no "is" or "=" follows the word, as in "My
-        answer 5 follows".
+        The answer, and whether it is sure. It is not sure without "is" or "=" after the word, as in "My answer 5 follows".
+        (None, False) if no formula is near the word.
     """
     group_before = _group_before(text, word.start(), groups)
     if group_before is not None:
@@ -213,7 +214,7 @@ def _answer_at(
 
 
 def _sentence_end(text: str, begin: int) -> int:
-    """Return where the sentence ends that continues at `begin`, or the end of the search if it does not end before."""
+    """Return the end of the sentence at `begin`, or the end of the searched text if the sentence goes on beyond it."""
     search_end = begin + 2 * MAX_COPULA_DISTANCE
     match = _SENTENCE_END.search(text, begin, search_end)
     return search_end if match is None else match.start()
@@ -234,7 +235,10 @@ def _group_before(
 
 
 def _choice_after(text: str, begin: int, formulas: Sequence[Formula]) -> str | None:
-    """Return the letter after "answer is", with its value if one follows. None if no letter follows, or if more does."""
+    """Return the letter after "answer is", together with its value if it has one.
+
+    Return None if no letter follows, or if the text after the letter shows that the letter is not the answer.
+    """
     start_with_value = _BEFORE_CHOICE_WITH_VALUE.match(text, begin)
     value_begin = begin if start_with_value is None else start_with_value.end()
     choice = CHOICE_WITH_VALUE.match(text, value_begin)
@@ -292,7 +296,10 @@ def _are_one_value(text: str, other_text: str) -> bool:
 
 
 def _split_unfinished(text: str, groups: list[list[Formula]], has_word: bool) -> None:
-    """Split the last group if it has only commas and its sentence continues after it, as in "In 2005, 17 people"."""
+    """Split the last list into single formulas if its sentence continues after it, as in "In 2005, 17 people".
+
+    A list with "and" or "or" is not split.
+    """
     if not groups or len(groups[-1]) == 1 or has_word or _LIST_END.match(text, groups[-1][-1].end):
         return
     formulas = groups.pop()
@@ -318,7 +325,7 @@ def _with_bound(text: str, begin: int, group: Sequence[Formula]) -> str:
 
     Args:
         text: The text.
-        begin: Where the words before the list begin, which is behind "answer is".
+        begin: Position behind "answer is", at which the words before the list begin.
         group: The formulas.
     """
     before = _BOUND_BEFORE.fullmatch(text, begin, group[0].begin)
@@ -330,7 +337,7 @@ def _with_bound(text: str, begin: int, group: Sequence[Formula]) -> str:
 
 
 def _unit_after(text: str, formula: Formula) -> str:
-    """Return the unit that follows a number, in a font, or nothing if the word after the number is no known unit."""
+    """Return the unit that follows a number, as a LaTeX text; "" if the word after the number is not a known unit."""
     unit = _UNIT_AFTER.match(text, formula.end)
     if unit is None or not formula.text[-1:].isdecimal() or not units_of(f"1 {unit[1]}"):
         return ""

@@ -1,6 +1,6 @@
 r"""Reads the units of an answer, such as `\text{cm}^2` or "miles per hour", to compare them with those of the gold answer.
 
-Units are compared by their names, and never converted: 100 cm are no answer to a question whose answer is 1 m.
+Units are compared by their names, and never converted: 100 cm does not equal a gold answer of 1 m.
 """
 
 import re
@@ -59,7 +59,7 @@ _PART = (
 )
 # A number and the unit behind it
 _MEASURE = re.compile(rf"(?:(?<=[\d}})])|(?<=\\pi)|(?<=\\pi\s))\s{{0,8}}({_PART}(?:\s{{0,8}}{_PART}){{0,3}})")
-# A text that is a single number with its unit, in which a single letter is a unit
+# A text that only has a number and a unit. In such a text, a single letter counts as a unit
 _SINGLE = re.compile(
     r"\s{0,8}(?:[a-zA-Z]\s?=)?\s{0,8}[-+]?[\d.,/]{1,40}\s{0,8}[^\d=+*<>-]{0,60}(?:\^\s?\{?-?\d\}?[^\d=+*<>]{0,40})?"
 )

@@ -158,7 +158,7 @@ def _without_modulus(text: str) -> str:
 
 
 def _without_names(text: str) -> str:
-    """Return a tuple without the names of its values, if these are in alphabetical order."""
+    """Return a tuple such as `(x, y) = (1, 2)` without the names, if the names are in alphabetical order."""
     match = _NAMES_OF_TUPLE.match(text)
     if match is None:
         return text

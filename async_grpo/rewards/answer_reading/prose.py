@@ -13,7 +13,7 @@ from async_grpo.rewards.answer_reading.spellings import FONT, SPACE, WORD_IN_FOR
 
 MAX_CHARACTERS = 2_000  # maximum length of an answer that is compared as a text
 MAX_UNIT_WORDS = 4  # maximum number of words behind a value that may be its unit
-# Names, in small letters and without blanks, that an answer in words may give to the empty set
+# Names of the empty set in answers, in small letters and without blanks
 EMPTY_SET_NAMES = {"nosolution", "nosolutions", "norealsolution", "norealsolutions", "emptyset", "none"}
 MAX_WORDS = 12  # maximum number of words of a gold answer that is compared as a text
 
@@ -25,7 +25,7 @@ _NO_WORD = re.compile(
     rf"\\(?:begin|end)\{{[a-z]+\*?\}}|\\[a-zA-Z]+|(?<![a-zA-Z]){WORD_IN_FORMULA}(?![a-zA-Z])"
 )
 _WORD = re.compile(r"[a-zA-Z]{2,}")
-# A word whose letters are no product of variables: three letters or more, and not only small consonants
+# A word that cannot be a product of variables: it has at least three letters, and not only small consonants
 _SURE_WORD = re.compile(r"(?![bcdfghjklmnpqrstvwxz]{1,20}(?![a-zA-Z]))[a-zA-Z]{3,}")
 _WORDS_ONLY = re.compile(r"[a-zA-Z][a-zA-Z\s,'-]*")
 _SEPARATOR = re.compile(r"\s?,\s?(?:and\s|or\s)?|\sand\s|\sor\s")

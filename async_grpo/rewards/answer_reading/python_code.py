@@ -25,8 +25,8 @@ _DEFINES_OR_PRINTS = re.compile(r"^[ \t]*(?:(?:async[ \t]+def|def|class)[ \t]+(\
 _DEFINING = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 _IMPORTING = (ast.Import, ast.ImportFrom)
 _SETTING = (ast.Assign, ast.AnnAssign, ast.AugAssign, ast.Assert, ast.Pass)
-_PROMPT = ">>> "  # an interactive session shows this before a line of code
-_CONTINUATION = "..."  # and this before the following lines of a block
+_PROMPT = ">>> "  # text that an interactive session shows before the first line of a statement
+_CONTINUATION = "..."  # text that an interactive session shows before the other lines of a statement
 
 
 def python_code_of(text: str, prelude: str = "", calls: Sequence[str] = (), is_program: bool = False) -> str:
@@ -79,7 +79,7 @@ def python_code_of(text: str, prelude: str = "", calls: Sequence[str] = (), is_p
 
 
 def _candidates(text: str, prelude: str) -> list[str]:
-    """Return the blocks that may hold the answer, in the order in which a later one is preferred."""
+    """Return the blocks that may hold the answer. The later a block is in the list, the more it is preferred."""
     python_blocks = []
     plain_blocks = []
     other_blocks = []
@@ -98,7 +98,7 @@ def _fitting(contents: Sequence["_Content"], tested_names: set[str], is_program:
     running = [position for position, content in enumerate(contents) if content.runs or not is_program]
     if not tested_names:
         return running if is_program else []
-    # A variable of this name, as in `f = g`, only counts if no block defines a function
+    # A variable with a tested name, as in `f = g`, only counts if no block defines a function with such a name
     positions = []
     for position in running:
         if tested_names & (contents[position].functions | contents[position].new_bindings):
@@ -265,7 +265,7 @@ def _content_of(code: str) -> _Content:
 
 
 def _content_of_broken(code: str) -> _Content:
-    """Return what lines of code that cannot be parsed, as of a broken answer, seem to contain."""
+    """Return the content of code that cannot be parsed, as far as single lines show it."""
     if code.lstrip().startswith(_PROMPT):
         return _Content(may_answer=False)
     matches = list(_DEFINES_OR_PRINTS.finditer(code))

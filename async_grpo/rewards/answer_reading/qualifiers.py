@@ -123,7 +123,7 @@ def _kind_of_brackets(text: str) -> str | None:
 
 
 def _is_other_time(gold: str, answer: str) -> bool:
-    """Return whether the gold answer is a time of the day, and the answer is none or another one.
+    """Return whether the gold answer is a time of the day, and the answer is not this time.
 
     A ratio of two numbers without a common divisor, such as 7:15, may not be a time, so it is not compared here.
     """

@@ -37,7 +37,7 @@ _SPELLINGS = {  # a pattern -> what replaces it. Applied one after the other
         r"\\\1(\\frac{\2\3\\pi}{180})"
     ),
     r",\s{0,8}\.\.\.": r", \\ldots ",
-    # Without blanks, because math-verify takes a single letter after a blank for a unit, as in `a < b < c`
+    # Remove blanks around < and >. In `a < b < c`, math-verify takes a single letter after a blank for a unit
     r"\s{1,8}(?=[<>])|(?<=[<>])\s{1,8}": "",
     r"(\\[lg]e)\s{1,8}([a-zA-Z])\s{0,8}\Z": r"\1{\2}",
     # The constants e, i and pi, numbers, and single letters without their font
@@ -53,7 +53,7 @@ _SPELLINGS = {  # a pattern -> what replaces it. Applied one after the other
     r"(\\frac)\s{1,8}(?=\{)": r"\1",
     r"(\\frac\{[^{}]{1,60}\})\s{1,8}(?=\{)": r"\1",
     r"\\sqrt\s{0,8}([0-9])(?![0-9])": r"\\sqrt{\1}",
-    # A minus sign of the numerator, if that is a single term: in `\frac{-1+x}{2}`, the fraction is not negative
+    # Move a minus sign from the numerator to the front, unless the numerator has several terms as in `\frac{-1+x}{2}`
     r"\A\s{0,8}\\frac\{\s?-\s?(?=[\w.\\]{1,40}\s?\})": r"-\\frac{",
     r"([\^_])\{\s?([0-9a-zA-Z])\s?\}(?![0-9a-zA-Z])": r"\1\2",
     r"\s{1,8}(?=\\(?:cup|cap|setminus)(?![a-zA-Z]))": "",
@@ -157,7 +157,7 @@ def _fraction_of_mixed(match: re.Match[str]) -> str:
     whole = int(match[1])
     numerator = int(match[2] or match[4])
     denominator = int(match[3] or match[5])
-    # `2\frac{10}{3}` may be a product, but nobody writes a product as "2 10/3"
+    # `2\frac{10}{3}` may be a product. "2 10/3" is always read as a mixed number, because nobody writes a product so
     is_product = match[2] is not None and numerator >= denominator
     if is_product or denominator == 0:
         return match[0]

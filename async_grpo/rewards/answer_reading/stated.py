@@ -20,7 +20,7 @@ def stated_answer(text: str, forms: Sequence[Form] = ("box", "block")) -> str | 
 
         box         the last \boxed{...} (`boxed_answer`). If the last box is cut off, the result is None, and no
                     other form is tried
-        written box as box, but LaTeX layout ($, \left, spacing commands) is kept; only white space is stripped
+        written box the same box with its LaTeX layout ($, \left, spacing commands); only white space is stripped
         block       the text of <answer>...</answer>, if there is exactly one such block after the thought
         last block  the text of the last complete <answer>...</answer> after the thought
         marker      the rest of the line after the last "####", if it contains a digit (as in GSM8K)

@@ -180,10 +180,10 @@ async def check_adapter(
 ) -> list[str]:
     """Return the problems of a reward as sentences, or an empty list if it has none.
 
-    The reward must score each right completion higher than the poor completions. A reward with a `post_process_scores`
-    is exempt, because this function may decide that later. The reward must score poor completions without failing. It
-    must return the same result for the same sample when it is called again, after a cancelled call, and in another
-    process.
+    The reward must score each right completion higher than the poor completions. This is not checked if the reward has a
+    function `post_process_scores`, which may change the scores later. The reward must score poor completions without
+    failing. It must return the same result for the same sample when it is called again, after a cancelled call, and in
+    another process.
 
     Args:
         adapter: Name of the reward.
@@ -266,7 +266,7 @@ def _are_equal(result: AdapterResult, other_result: AdapterResult) -> bool:
 
 
 def _as_words(result: AdapterResult) -> str:
-    """Describe a result by the end of a sentence about the completion, such as "is worth 1"."""
+    """Return words about a result that follow the subject of a sentence, such as "is worth 1"."""
     if result.status is RewardStatus.OK:
         parts = "".join(f", {name} {value:g}" for name, value in result.extra.items())
         return f"is worth {result.reward:g}{parts}"

@@ -19,7 +19,7 @@ MAX_KIND_CHARACTERS = 48
 
 
 def kind_column(rows: Sequence[CompletionRow], column: str | None) -> str | None:
-    """Return the column that names the kinds of rows: the given one, or else `kind` if rows have it, or else None.
+    """Return the column that names the kinds of rows: `column`, or else `kind` if rows have this column, or else None.
 
     Raises:
         ConfigurationError: No row has the given column.
@@ -41,7 +41,7 @@ class _Cell:
     num_unscored: int = 0  # rows without a reward
     rewards: list[float] = field(default_factory=list)
     num_labels: int = 0  # rows with a reward and a label
-    # among these rows, those on which reward and label disagree about whether the completion is right
+    # number of rows whose reward and label disagree about whether the completion is right
     num_differing: int = 0
 
 

@@ -98,8 +98,8 @@ def _examples_of(texts: Sequence[str], max_examples: int) -> Iterator[str]:
 class Report:
     """Results of trying rewards on a file.
 
-    An opinion is the score that a reward, or the file's label, gives to a completion. It calls the completion right if
-    it is `threshold` or more. A pair consists of two rewards, or of a reward and LABEL.
+    An opinion is the score that a reward, or the file's label, gives to a completion. An opinion of `threshold` or more
+    calls the completion right. A pair consists of two rewards, or of a reward and LABEL.
 
     Attributes:
         scorecards: The results of each reward's calls, by name.

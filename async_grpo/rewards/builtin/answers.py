@@ -28,8 +28,9 @@ def completion_text(sample: dict[str, Any]) -> str:
 def answering_part(text: str) -> str:
     r"""Return the part of a completion that holds the answer, for answers that are documents or code.
 
-    This is the text of the <answer> block if there is only one and nothing follows it. But if all fenced blocks are before
-    the <answer> block, the answer is probably in them, and the whole text is returned. So it is without such a block.
+    This is the text of the <answer> block if there is exactly one and nothing follows it. In all other cases, it is the
+    whole text. It is also the whole text if all fenced blocks are before the <answer> block, because they probably hold the
+    answer.
 
     Args:
         text: The completion without its thought.
@@ -49,8 +50,8 @@ def gold_answer(sample: dict[str, Any], is_latex: bool = True) -> str:
     r"""Return the gold answer of a row, as text.
 
     It is the text after the last "####" in the row's `answer` (as in GSM8K), or else the whole `answer`. If that text
-    contains one <answer> or boxes, it is their content. Layout is removed as from the answer of a completion
-    (`without_layout`), and so are thousands separators.
+    contains one <answer> or boxes, it is their content. LaTeX layout (`without_layout`) and thousands separators are
+    removed.
 
     Args:
         sample: The row, with or without a completion.
@@ -86,7 +87,7 @@ def mathematical_gold(sample: dict[str, Any]) -> str:
     """Return the gold answer of a row for the rewards that compare values, without words before its value.
 
     Raises:
-        ValueError: As for `gold_answer`, or the answer is prose of several sentences or many words, or a JSON object.
+        ValueError: See `gold_answer`. Or the answer consists of several sentences or many words, or is a JSON object.
 
     >>> mathematical_gold({"answer": "So the answer is 18 dollars"}), mathematical_gold({"answer": "5 or more"})
     ('18 dollars', '5 or more')

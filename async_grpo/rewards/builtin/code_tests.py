@@ -20,7 +20,8 @@ _COLUMNS_OF_SETS = (
     ("inputs", "outputs"),
     ("input", "output"),
 )  # keys of two lists that hold inputs and outputs
-# What tests use to see or replace input and output of the tested code, which runs in a process of its own
+# Names by which tests would see or replace input and output of the tested code. This cannot work, because the code runs in
+# another process
 _CAPTURES = {"redirect_stdout", "redirect_stderr", "patch"}  # functions of these modules
 _CAPTURING_MODULES = {"contextlib", "mock", "unittest.mock"}
 _CAPTURING_FIXTURES = {"capsys", "capfd", "monkeypatch"}  # arguments of tests for pytest
@@ -34,7 +35,7 @@ def tests_of(sample: dict[str, Any]) -> list[dict[str, str]]:
     """Return the tests of a row.
 
     Raises:
-        ValueError: The row has no tests, or some that are in none of the forms above.
+        ValueError: The row has no tests, or a test that has none of the forms above.
     """
     value = sample.get("tests")
     tests = _decoded(value)

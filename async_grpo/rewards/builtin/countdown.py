@@ -99,7 +99,7 @@ def task_of(sample: dict[str, Any]) -> tuple[list[int], Fraction]:
         *numbers, exact_target = [Fraction(text) for text in texts]
         if any(number.denominator != 1 for number in numbers):
             raise ValueError("a fraction among the numbers")
-        # An answer can only contain "-3" as the number 3 and a minus sign, so no answer would be right
+        # In an answer, "-3" is the number 3 and a minus sign. So no answer could use a number -3
         if any(number < 0 for number in numbers):
             raise ValueError("a negative number among the numbers")
     except (ValueError, ZeroDivisionError) as error:

@@ -1,8 +1,8 @@
 """Decides whether two answers that the library math-verify has parsed are equal.
 
-math-verify itself compares decimals to six places, so that it takes all numbers below 5e-7 as equal. Here, every number
-in the gold answer and in the answer is first replaced by its exact value (`equal_numbers`), and a number of the answer
-that may count as a number of the gold answer is replaced by that number. Then math-verify has nothing left to round.
+math-verify itself compares decimals to six places, so that all numbers below 5e-7 are equal for it. To avoid this, every
+number in both answers is first replaced by its exact value (`equal_numbers`). If a number of the answer counts as equal to
+a number of the gold answer, it is replaced by that number. Then math-verify has nothing left to round.
 
 A decimal may be rounded. It counts as equal to a number in two cases: both agree to six decimals and five significant
 digits, or the decimal is the number, rounded to at least six decimals and three significant digits.
@@ -148,7 +148,7 @@ def _equal_values(gold: sympy.Expr, answer: sympy.Expr) -> bool:
 
 
 def _nearly_equal(gold: sympy.Expr, answer: sympy.Expr) -> bool:
-    """Return whether two numbers are equal, or one of them is the other as a rounded decimal."""
+    """Return whether two numbers are equal, or one of them is a decimal that may be the other one, rounded."""
     return (
         equal_numbers(gold, answer, RELATIVE_TOLERANCE, ABSOLUTE_TOLERANCE)
         or is_rounded(gold, answer, MIN_DIGITS, MIN_PLACES)
@@ -224,8 +224,8 @@ def _as_comparable_sets(gold: Any, answer: Any) -> tuple[Any, Any]:
 def _set_of(expression: Any, compared_set: sympy.Set) -> Any:
     """Return the set that inequalities of one variable or the words "no solution" describe, or `expression` unchanged.
 
-    The set of a list of inequalities is their intersection, as for x > 1, x < 3. If that is empty, it is their union, as
-    for x < 1, x > 3. The set of a chain, as in 1 < x < 3, is always the intersection.
+    A list of inequalities describes their intersection: x > 1, x < 3. If the intersection is empty, the list describes
+    their union: x < 1, x > 3. A chain such as 1 < x < 3 always describes the intersection.
     """
     if compared_set is sympy.S.EmptySet and isinstance(expression, sympy.Symbol):
         return compared_set if expression.name.lower() in EMPTY_SET_NAMES else expression

@@ -125,7 +125,8 @@ def equal_numbers(
 def surely_differ(gold: sympy.Expr, answer: sympy.Expr, relative_tolerance: float = 0.0) -> bool:
     """Return whether two expressions clearly have different values, at one value of each variable.
 
-    This takes little time, while an exact difference may take forever. False means that an exact comparison must decide.
+    This takes little time, while computing an exact difference may take forever. If the result is False, the expressions
+    may still differ, and must be compared exactly.
     """
     variables = sorted(gold.free_symbols | answer.free_symbols, key=str)
     point = {variable: FIRST_VALUE + STEP * index for index, variable in enumerate(variables)}
@@ -151,7 +152,7 @@ def _complex_value(expression: sympy.Expr, point: Mapping[sympy.Symbol, float]) 
 
 
 def _magnitude(difference: sympy.Expr, gold: sympy.Expr, answer: sympy.Expr) -> sympy.Expr:
-    """Return the difference of two numbers as a decimal number; of complex numbers, the absolute value of it."""
+    """Return the difference of two numbers as a decimal number. For complex numbers, return its absolute value."""
     size = difference.evalf(WORKING_DIGITS)
     if isinstance(size, sympy.Float | sympy.Rational):
         return size

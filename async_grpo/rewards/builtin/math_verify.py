@@ -67,8 +67,8 @@ _FORMULA_WORD = re.compile(
     r"\\(?:begin|end)\{[a-z]+\*?\}|\\text\{\s{0,8}(?:and|or)\s{0,8}\}|\\[a-zA-Z]+"
     rf"|(?<![a-zA-Z]){WORD_IN_FORMULA}(?![a-zA-Z])"
 )
-# Parts of a text that is more than a formula: words, units, bold letters, and signs such as those of currencies. Greek
-# letters and mathematical operators do not match, because they are parts of formulas
+# Parts that show that a text is not only a formula: words, units, bold letters, and signs such as those of currencies.
+# Greek letters and mathematical operators do not match, because they are parts of formulas
 _PROSE = re.compile(r"[a-zA-Z]{2}|\*\*|\d\s+\([a-zA-Z]\)|[^\x00-\x7f\u0391-\u03c9\u2200-\u22ff]")
 _TUPLE = re.compile(r"\([^()]*\)")
 # A small letter at the end of a formula or of an element, where math-verify would remove it as a unit
@@ -189,7 +189,7 @@ def _parsed_gold(gold: str) -> list[Any]:
 
 
 def _is_reduced(text: str, value: Any) -> bool:
-    """Return whether math-verify has read only one of the numbers of a text, as the 5 in "5..7"."""
+    """Return whether a text has several numbers, of which math-verify has read only one, such as the 5 in "5..7"."""
     plain = _TEXT_IN_FONT.sub(" ", plain_notation(text))
     if _RELATION.search(plain):
         return False  # in a relation or a chain of steps, only the last side counts

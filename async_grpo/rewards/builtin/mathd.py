@@ -83,7 +83,7 @@ def score(sample: dict[str, Any]) -> dict[str, float]:
 
 
 def equal_texts(gold: str, answer: str | None) -> bool:
-    """Return whether a stated answer equals the gold answer, in all parts that both state (`compared_parts`)."""
+    """Return whether a stated answer equals the gold answer, in all parts that both of them have (`compared_parts`)."""
     answer = without_introduction(answer or "")
     if not answer or len(answer) > MAX_CHARACTERS or contradict(gold, answer):
         return False

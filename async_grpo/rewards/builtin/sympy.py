@@ -97,7 +97,7 @@ def same_value(gold: Any, answer: Any) -> bool:
     """Return whether two values are equal: numbers exactly, formulas after `simplify`, others by `==`.
 
     A decimal number may differ from another number by `RELATIVE_TOLERANCE`. A value that contains a division by zero is
-    equal to nothing: as a value, it would make 1/0 and 2/0 equal.
+    equal to nothing. Otherwise, 1/0 would equal 2/0.
     """
     if is_undefined(gold) or is_undefined(answer):
         return False

@@ -68,7 +68,7 @@ def exact(sample: dict[str, Any], strip: bool = True, case: bool = False) -> dic
     completion = answers.completion_text(sample)
     readings = [
         answers.stated_answer(completion, ("box", "block", "rest")),
-        # With its layout, because the content of a box may not be LaTeX: in `\boxed{~/bin}`, "~" is part of a path
+        # Keep the layout, because the content of a box may not be LaTeX: in `\boxed{~/bin}`, "~" is part of a path
         answers.stated_answer(completion, ("written box", "block", "rest")),
     ]
     stated = [reading for reading in readings if reading is not None]
