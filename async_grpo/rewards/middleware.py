@@ -47,8 +47,8 @@ class Budget:
     Args:
         limit: Limit of the total cost of all judges. None means no limit: costs are only counted.
         policy: What happens to a call that costs more than the rest of the limit. With `pause`, this call and all later
-            calls wait until the limit is raised. With `fallback`, it raises BudgetExhausted. With both policies, a call
-            waits if only the estimates of the calls in flight stand in its way.
+            calls wait until the limit is raised. With `fallback`, the call raises BudgetExhausted. With both policies, a
+            call waits if the calls in flight may turn out cheaper than estimated, and then leave enough money for it.
         path: File that records the spending, so that a resumed run includes it. A missing file is created. To raise
             the limit, write a number to the file with the same name but the suffix `.limit`. That file is read at the
             start, before a call is paused or refused, and repeatedly while calls are paused. A number that is not
@@ -148,7 +148,7 @@ class Budget:
                     return
                 self._changed.clear()
                 if cost > self._rest:
-                    # Waiting for the calls in flight would not help, even if they cost nothing
+                    # Even if the calls in flight cost nothing, there would not be enough money for this call
                     self._refuse_or_pause(judge, cost)
                 with suppress(TimeoutError):
                     await asyncio.wait_for(self._changed.wait(), POLL_INTERVAL_S)

@@ -163,8 +163,8 @@ class VerifierPool:
             evaluation: Whether the group belongs to an evaluation.
         """
         if evaluation:
-            # Only a worker that is started tells whether its adapter has a group hook. `verify` has not started the
-            # workers if another pool made the verdicts
+            # Only a worker that is started knows whether its adapter has a group hook. If another pool made the verdicts,
+            # no call of `verify` has started the workers
             await self._ensure_started(EVALUATION)
         queues = self._queues[EVALUATION if evaluation else TRAINING]
         results_by_member = [{result.adapter: result for result in verdict.results} for verdict in verdicts]

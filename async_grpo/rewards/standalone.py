@@ -150,7 +150,7 @@ def _samples(
         prompt_text = _text(prompt)
         completion_text = _text(completion)
         token_ids = [] if completion_ids is None else [int(token) for token in completion_ids[index]]
-        # Columns come first, so that they cannot replace the fields below. Only `truncated` may come from a column.
+        # The columns are copied first, so that they cannot replace the fields below. A column may only set `truncated`
         sample: dict[str, Any] = {"truncated": False}
         for name, values in sample_columns.items():
             sample[name] = values[index]

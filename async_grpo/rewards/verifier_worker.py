@@ -16,10 +16,10 @@ from async_grpo.options.redaction import redacted
 from async_grpo.rewards.adapter.result import PLAUSIBLE_REWARD, failure, is_plausible, shown
 from async_grpo.types import AdapterResult, RewardStatus
 
-# Seconds of work that a worker with `prefetch` gets in addition to the calls that it serves. If this were larger,
-# samples could wait at a busy worker while another worker is idle
+# Seconds of work that a worker with `prefetch` gets in addition to the calls that it serves. With a larger value, samples
+# could wait at a busy worker while another worker is idle
 PREFETCH_S = 0.1
-MAX_PREFETCH = 64  # maximum number of these additional samples
+MAX_PREFETCH = 64  # maximum number of samples that a worker gets in addition to those that it serves
 MAX_LATENCIES = 10_000  # number of recent latencies kept for the quantiles, which bounds the memory
 # Longest wait of a call inside a judge's worker, for example for a permit of the rate limiter
 QUEUE_S = 1800.0
@@ -75,7 +75,7 @@ class Timeouts:
 
     @property
     def answer_s(self) -> float:
-        """Return the maximum time of one call, which may first wait for an earlier sample and a process to start."""
+        """Return the maximum time of one call. A call may have to wait for an earlier call and for a process to start."""
         return 2 * self.timeout_s + self.make_timeout_s + self.grace_s
 
 
@@ -99,7 +99,7 @@ class Job:
         self.created_at = time.monotonic()
         self.queued_at = 0.0
         self.queue_s = 0.0  # time in the queue so far
-        # Attempts that ended with the loss of a process or worker, perhaps because of this job
+        # Number of attempts that ended with the loss of a process or worker, which this job may have caused
         self.lost_attempts = 0
         # Whether the job must not share a process with other jobs, because it may have crashed one
         self.is_served_alone = False
@@ -222,7 +222,7 @@ class QueueStats:
                 self._distinct_rewards.add(result.reward)
 
     def as_dict(self) -> dict[str, Any]:
-        """Return all counts, and quantiles in seconds of the latencies and of the queue times that they include."""
+        """Return all counts, and quantiles of latencies and queue times in seconds. A latency includes the queue time."""
         latencies_s = self._latencies_s or [0.0]
         queue_s = self._queue_s or [0.0]
         is_constant = len(self._distinct_rewards) == 1

@@ -33,7 +33,7 @@ _SETTINGS = """
     PRAGMA journal_size_limit = 16777216
 """
 _NUM_PROGRAMS = "SELECT count(*) FROM sqlite_master WHERE type IN ('view', 'trigger')"
-# Rough size of an entry's columns other than key and answer, and of its entry in the index
+# Approximate size of an entry without its key and answer: its other columns, and its place in the index
 ENTRY_OVERHEAD_BYTES = 150
 STORAGE_ERRORS = (sqlite3.Error, OSError, UnicodeDecodeError)  # errors that a broken file can cause
 LOCK_POLL_S = 0.02  # seconds between two attempts to switch the file to a write-ahead log
@@ -118,11 +118,11 @@ class CacheFile:
         Args:
             unused_for_s: Delete entries that were not used for this number of seconds. With `adapter`, delete only such
                 entries of this adapter.
-            adapter: Delete only entries of this adapter, all of them if `unused_for_s` is None.
-            max_bytes: Afterwards, delete the least recently used entries until the rest has at most this size.
+            adapter: Delete only entries of this adapter. If `unused_for_s` is None, delete all of its entries.
+            max_bytes: Afterwards, delete the least recently used entries until the file has at most this size.
         """
         if unused_for_s is None:
-            # Without an age, all entries of the adapter are deleted, or no entries if there is no adapter
+            # Without `unused_for_s`, delete all entries of the adapter, or no entries if no adapter is named
             unused_for_s = math.inf if adapter is None else -math.inf
         delete_old = "DELETE FROM verdicts WHERE last_used <= ? AND (? IS NULL OR adapter = ?) RETURNING 1"
         deleted = self._execute(delete_old, time.time() - unused_for_s, adapter, adapter)

@@ -96,11 +96,12 @@ class VerdictCache:
             raise
         else:
             outcome.set_result(text)
-            # The call stays in `_calls` until its entry is in the file. A caller that found neither would repeat the call
+            # The call stays in `_calls` until its answer is in the file. Otherwise, another caller could find the answer in
+            # neither place, and repeat the call
             await self._keep(key, text, answer)
         finally:
             del self._calls[key]
-            # This takes effect only if this caller was cancelled. The first of the waiting callers then makes the call
+            # `outcome` is only unset if this caller was cancelled. Then the first of the waiting callers makes the call
             outcome.cancel()
         return answer
 

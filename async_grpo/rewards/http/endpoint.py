@@ -19,7 +19,7 @@ from async_grpo.options.redaction import register_secrets
 Answer = TypeVar("Answer")
 
 WINDOW_S = 60.0  # length of the time window for limits per minute, in seconds
-CHARACTERS_PER_TOKEN = 4  # to estimate the tokens of a request before the reply reports them
+CHARACTERS_PER_TOKEN = 4  # used to estimate the tokens of a request, until its reply reports the number
 
 
 def require_all(*rules: tuple[object, str]) -> None:

@@ -34,9 +34,10 @@ from async_grpo.rewards.http.rate_limiter import RateLimiter
 from async_grpo.rewards.http.replicas import Replica, Replicas
 from async_grpo.rewards.verifier_worker import quantile
 
-# Whether an outcome shows that the replica works, or None if it shows nothing. All other outcomes are failures
+# Outcome of a request -> whether it shows that the replica works; None if it shows nothing. Outcomes that are not listed
+# show that the replica does not work
 HEALTHY = {"ok": True, "429": True, "refused": True, "cancelled": None}
-BAD_REPLIES = 2  # a call fails after this many bad replies, because a further one would be bad as well
+BAD_REPLIES = 2  # a call fails after this many bad replies, because another request would probably not help
 ENOUGH = 20  # number of latencies that a quantile needs
 REMEMBERED = 500  # number of latencies that are kept
 
@@ -74,7 +75,7 @@ class EndpointClient:
 
     def __init__(self, name: str, endpoint: Endpoint, rate_limiter: RateLimiter) -> None:
         self.name = name
-        # Includes the addresses, because two runs that share a limiter may each have a judge of this name
+        # The key includes the addresses, because two runs that share a limiter may each have a judge of this name
         self.key = f"{name} at {', '.join(sorted(endpoint.urls))}"
         self._endpoint = endpoint
         self._rate_limiter = rate_limiter
@@ -118,7 +119,7 @@ class EndpointClient:
         content = json.dumps(payload, allow_nan=False).encode()
         until = deadline if isinstance(deadline, Deadline) else Deadline(deadline - time.monotonic(), 0.0)
         call = _Call(path, content, tokens, phase, until, unanswered)
-        # With full jitter (Brooker, "Exponential Backoff and Jitter", 2015), so that callers do not retry all at once
+        # Pauses have full jitter (Brooker, "Exponential Backoff and Jitter", 2015), so that callers do not retry at once
         retrying = AsyncRetrying(
             retry=retry_if_exception(call.is_worth_another),
             wait=wait_random_exponential(self._endpoint.backoff_s, self._endpoint.backoff_max_s),
@@ -217,7 +218,7 @@ class EndpointClient:
         used_tokens: float | None = 0.0  # nothing is used before the request is sent
         try:
             if call.deadline.left_s <= 0:
-                # Without this check, a request would be counted although there is no time left to send it
+                # Check the time first, because a request would count as sent although there is no time left for it
                 raise JudgeTimeout(f"a permit was granted only after the deadline{call.last_failure}")
             replica = self._replicas.take(call.tried, never)
             if replica is None:

@@ -50,8 +50,8 @@ class Limiter:
     """The `RateLimiter` of this process. Use it from one event loop.
 
     Args:
-        resumed: Whether this limiter replaces an earlier one whose calls it does not know. If so, no key may begin with
-            a burst.
+        resumed: Whether this limiter replaces an earlier one, whose calls it does not know. Then no key begins with a
+            burst.
     """
 
     def __init__(self, *, resumed: bool = False) -> None:
@@ -95,8 +95,8 @@ class _Queue:
     def __init__(self, resumed: bool) -> None:
         self._requests = Meter(resumed=resumed)
         self._tokens = Meter(resumed=resumed)
-        # The waiting calls of each phase, beginning with the phase whose turn is next. For each call: its tokens, and
-        # the time at which it began to wait
+        # The waiting calls of each phase, beginning with the phase whose turn is next. The values of a call are its tokens
+        # and the time at which it began to wait
         self._phases: dict[str, dict[asyncio.Future[int], tuple[float, float]]] = {}
         self._ids = itertools.count(1)
         self._timer: asyncio.TimerHandle | None = None
@@ -212,7 +212,7 @@ class Meter:
         self._total = 0.0  # total cost of `_starts`
         self._resumed = resumed
         self._clock = -math.inf  # virtual clock: when the rate allows the next call, without bursts
-        self._hasty_clock = -math.inf  # the same for CATCH_UP_FACTOR times the rate
+        self._hasty_clock = -math.inf  # virtual clock that runs at CATCH_UP_FACTOR times the rate
 
     def set(self, per_minute: float | None, burst_s: float, slack_s: float) -> None:
         """Change the limit. None removes it. Calls that were already counted stay counted."""

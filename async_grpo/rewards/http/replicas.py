@@ -34,7 +34,7 @@ class Replica:
         self.paused_until = 0.0  # end of the pause that the server requested
         self.requested_pause_s = 0.0  # length of that pause, in seconds
         self.open_until: float | None = None  # time of the next probe; None while the replica is in service
-        # seconds from when the replica went out of service, or from its last probe, to its next probe
+        # seconds between the last probe (or the time at which the replica went out of service) and the next probe
         self.open_s = 0.0
         self.is_probing = False  # whether a probe is in flight, while the replica is out of service
         self.last_failure = ""
@@ -150,7 +150,7 @@ class Replicas:
         replica.in_flight -= 1
         replica.last_failure = failure or replica.last_failure
         if probe:
-            # This is also done if the probe was cancelled, so that the next request becomes a probe
+            # Also reset this if the probe was cancelled, so that the next request becomes a probe
             replica.is_probing = False
         if probe and healthy:
             logger.warning("the judge at %s is back in service", replica.url)

@@ -37,7 +37,7 @@ class AdapterProcess:
     Args:
         source: The registry file, and further files with rewards.
         adapter: Name of the reward.
-        options: Keyword options. The reward receives those that are among its parameters.
+        options: Options by name. The reward receives each option for which it has a parameter.
         environment: Environment variables for the process, in addition to the allow-listed ones. Their values are
             treated as secrets: logs, error messages and the output of the reward's process show *** instead.
         memory_limit_bytes: Limit of the process's address space (RLIMIT_AS).
@@ -47,7 +47,9 @@ class AdapterProcess:
     kind = "reward function"  # what runs in the process, for messages
     # Function that prepares the `Host` in the process (see `hosted_reward`)
     host = "async_grpo.rewards.isolation.child:hosted_reward"
-    max_processes = 128  # including processes that the reward starts; if there are more, all are ended
+    max_processes = (
+        128  # maximum number of processes, with those that the reward starts; beyond it, all are ended
+    )
     max_message_bytes = 16 * 2**20  # size limit of one sample or one reply
     # Time limit to start, import the registry file and warm up, in seconds. It is not part of a sample's time-out
     start_timeout_s = 60.0
@@ -185,8 +187,9 @@ class AdapterProcess:
 
 
 def child_environment(extra: Mapping[str, str] | None = None) -> dict[str, str]:
-    """Return a child's environment: allow-listed variables, the extra ones, and one thread per numerical library.
+    """Return the environment variables of a child process.
 
+    They are the allow-listed variables, the `extra` ones, and variables that limit numerical libraries to one thread.
     `PYTHONPATH` begins with the folder of this package.
     """
     forwarded = {name: os.environ[name] for name in FORWARDED_VARIABLES if name in os.environ}

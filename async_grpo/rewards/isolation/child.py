@@ -247,14 +247,14 @@ class Host(Protocol):
     traits: AdapterTraits
 
     async def call(self, method: str, *arguments: Any) -> Any:
-        """Call a method if the host has it: `warm_up` before the first request, `close` after the last one."""
+        """Call a method of the host, if it exists: `warm_up` before the first request, `close` after the last request."""
 
     async def replies(self, requests: Sequence[Message]) -> list[Answers]:
         """Return the answers to each request. This must not raise an error."""
 
 
 class Reward:
-    """The `Host` of a registered reward. It passes the reward those options that are among its parameters.
+    """The `Host` of a registered reward. It passes the reward each option for which the reward has a parameter.
 
     If the reward is a class, one object of it is created. `run_plain` can run the coroutines of this class if the
     reward awaits nothing.
@@ -289,7 +289,7 @@ class Reward:
             returned = self._function(samples if self.traits.is_batch else samples[0], **self._options)
             if inspect.isawaitable(returned):
                 returned = await returned
-        except BaseException as error:  # also sys.exit() and libraries' time-outs must not end the process
+        except BaseException as error:  # neither sys.exit() nor a time-out of a library may end the process
             if len(requests) == 1 or not isinstance(error, Exception | SystemExit):
                 return [[failure(describe(error))] for _ in requests]
             # A single sample of the batch may have caused the error, so each sample is tried alone

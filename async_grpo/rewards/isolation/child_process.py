@@ -39,7 +39,7 @@ class ChildRequest:
         self.timeout_s = timeout_s
         self.limit = limit
         self.reply: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
-        # All requests that the same call serves, including this one. It is empty until the call begins
+        # All requests that are served by the same call as this one, including this one. Empty until the call begins
         self.batch: Sequence[ChildRequest] = ()
         self.is_given_up = False  # whether its caller no longer waits
 
@@ -243,7 +243,7 @@ class ChildProcess(asyncio.Protocol):
             await self._gone.wait()
 
     async def _bury(self, wait_s: float) -> None:
-        """Wait `wait_s` for the process to end by itself. Then end all that is left of it, and fail its requests."""
+        """Wait `wait_s` for the process to end by itself. Then kill it and its descendants, and fail its requests."""
         await self._ends_within(wait_s)
         self._process.terminate()
         self._process.send_signal(signal.SIGCONT)  # resumes the guardian, which the reward may have stopped

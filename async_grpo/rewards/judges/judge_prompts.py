@@ -69,7 +69,7 @@ def completion_of(sample: Mapping[str, Any]) -> str:
     text = str(column(sample, "completion"))
     text_end = len(text.rstrip())
     end = text_end
-    # A single expression for all trailing tokens would take quadratic time on a text that consists of end tokens
+    # Remove one end token at a time. A regular expression for all of them at once would take quadratic time
     token = _END_TOKEN.search(text, max(0, end - _LONGEST_END_TOKEN), end)
     while token:
         end = token.start()

@@ -204,7 +204,7 @@ def _json_of(text: str) -> Any:
     try:
         return _strict_json(text)
     except json.JSONDecodeError:
-        # If there are two objects, this fails on purpose: one of them may be quoted from the completion
+        # Parsing fails if there are two objects. This is intended, because one of them may be a quote of the completion
         return _strict_json(text[text.find("{") : text.rfind("}") + 1])
 
 

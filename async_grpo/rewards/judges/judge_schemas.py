@@ -143,8 +143,8 @@ def _check_references(schema: Mapping[str, Any], score_key: str) -> None:
     from referencing.jsonschema import DRAFT202012, EMPTY_REGISTRY
 
     resource = DRAFT202012.create_resource(json.loads(json.dumps(schema), object_hook=_without_dialect))
-    # The empty registry resolves no references to other schemas, not even to JSON Schema's own: those could contain
-    # rules that `_check_schema` refuses
+    # The empty registry resolves no references to other schemas, not even to the schemas of JSON Schema itself, because
+    # these could contain rules that `_check_schema` refuses
     waiting = [(resource, EMPTY_REGISTRY.resolver_with_root(resource))]
     checked: set[int] = set()
     reference = ""

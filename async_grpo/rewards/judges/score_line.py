@@ -12,7 +12,7 @@ a dash between blanks, a check mark or a word that cannot be a part of a number.
 words, near its beginning.
 
 Everything else is an error: 1e-05, 0x1F, 1/2, 0½, 50%, 1,5, 1,000, 1_000, 1 000, 3-4, 3 or 4, 3.., NaN, full-width and
-Arabic digits, a number of more than 40 characters. To read only a part of such a number would give a wrong score.
+Arabic digits, a number of more than 40 characters. Reading only a part of such a number would give a wrong score.
 """
 
 import re

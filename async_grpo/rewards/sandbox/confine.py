@@ -78,8 +78,8 @@ def confine(parent_pid: int, cpu_s: float, memory_bytes: int, levels: Collection
     header = (ctypes.c_uint32 * 2)(_LINUX_CAPABILITY_VERSION_3, _THIS_THREAD)
     no_capabilities = (ctypes.c_uint32 * _CAPABILITY_WORDS)()
     libc.capset(header, no_capabilities)
-    # The next two calls must come after the change of user, which would undo them, and before the filter, which forbids
-    # them. The first one prevents other processes of the same user from reading the memory of this one.
+    # The next two calls must come after the change of user, which would undo them, and before the seccomp filter, which
+    # forbids them. PR_SET_DUMPABLE prevents other processes of the same user from reading this process's memory
     prctl(PR_SET_DUMPABLE, 0)
     die_with(parent_pid)
     if "seccomp" in levels and seccomp.install():
@@ -171,7 +171,7 @@ def _limit_resources(cpu_s: float, memory_bytes: int, forbid_processes: bool) ->
         resource.RLIMIT_MEMLOCK: 0,
     }
     if forbid_processes:
-        # This also forbids threads, which the kernel counts as processes. It is no limit for root.
+        # This also forbids threads, because the kernel counts them as processes. It does not limit root
         limits[resource.RLIMIT_NPROC] = 0
     stack_bytes, stack_ceiling = resource.getrlimit(resource.RLIMIT_STACK)
     if stack_bytes != resource.RLIM_INFINITY:

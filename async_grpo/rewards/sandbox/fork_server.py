@@ -55,7 +55,7 @@ def main(socket_fd: int) -> None:
     sys.argv[:] = [_FILE_NAME]
     # Programs may read and print integers of any length; their processor time is limited anyway
     sys.set_int_max_str_digits(0)
-    # Forks inherit this: sandboxed processes of one user must not read each other's memory
+    # Forks inherit this setting, so that sandboxed processes of one user cannot read each other's memory
     prctl(PR_SET_DUMPABLE, 0)
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel reaps guardians that have ended
     own_pid = os.getpid()
@@ -128,8 +128,8 @@ def _be_sandboxed(parent_pid: int, channel: int, order_fd: int, *descriptors: in
         _report(channel, verdict=unit_test_runner.run(text, RpcChannel(*descriptors)))
         return
     os.close(channel)
-    # Python's `site` module, which is skipped here, defines these built-in functions for programs. Tests must not get
-    # them, because they would hide functions of the tested code with such a name
+    # A program expects built-in functions such as `exit`, which Python's module `site` defines; here, `site` is not loaded
+    # at the start. Tests do not get these functions, which would hide functions of the tested code with the same name
     site.setquit()
     module = ModuleType(kind)
     sys.modules[kind] = module  # data classes look up their module in `sys.modules`
@@ -147,7 +147,7 @@ def _report(channel: int, **report: Any) -> None:
 
 
 def _answer(code: str, module: ModuleType, channel: RpcChannel) -> NoReturn:
-    """Execute the code as a module, then answer the tests' questions until the channel ends, with a WireError.
+    """Execute the code as a module, then answer the tests' questions. At the end of the channel, raise a WireError.
 
     A question is [operation, [arguments], {keywords}]. The operation is a function of `operator` or of Python, or one of
     `_function_of`. If the code raises anything, SystemExit included, every answer is that exception. An answer is one of
@@ -210,7 +210,7 @@ def _answer_of(
 
     Args:
         result: What the operation has returned.
-        values: Its arguments, by position or keyword.
+        values: The arguments of the operation, by position or keyword.
         data_before: The arguments as they were sent.
         refer: Returns the number of an object.
     """
@@ -231,7 +231,7 @@ def _answer_of(
 
 
 def _lineage(kind: type) -> list[Any]:
-    """Return [name, names of the direct bases] of a class, and then of all classes that it is derived from."""
+    """Return a list of [name, names of the direct bases] for a class and all classes that it is derived from."""
     return [[base.__name__, [parent.__name__ for parent in base.__bases__]] for base in kind.__mro__]
 
 
@@ -249,7 +249,7 @@ def _enter(manager: Any) -> Any:
 
 
 def _exit(manager: Any, names: list[str], message: str) -> None:
-    """Leave a `with` statement because of an exception of the first built-in class in `names`, if there is any."""
+    """Leave a `with` statement. If `names` has a built-in exception class, leave it with an exception of this class."""
     error = builtin_exception(names, message, [message]) if names else None
     type(manager).__exit__(manager, error and type(error), error, None)
 
@@ -260,7 +260,7 @@ def _run(coroutine: Any) -> Any:
 
 
 def _plain(value: Any) -> Any:
-    """Return the value of an object as a plain type that its class is derived from, such as tuple for a named tuple."""
+    """Return an object as a value of the plain type from which its class is derived: a named tuple becomes a tuple."""
     kind = next((kind for kind in _PLAIN if isinstance(value, kind)), None)
     if kind is str:
         # `str(member)` of an enumeration would be the member's name

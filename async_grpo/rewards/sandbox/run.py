@@ -106,7 +106,7 @@ class Sandbox:
             solution_end, runner_end = _entered_socket_pair(stack)
             solution = _Process(stack, self, SOLUTION, code, solution_end.fileno())
             runner = _Process(stack, self, TESTS, tests, runner_end.fileno())
-            # With these copies open, neither process would notice that the other one has ended
+            # Close our copies. While they are open, neither process notices that the other process has ended
             solution_end.close()
             runner_end.close()
             deadline = time.monotonic() + self.wall_s
@@ -193,7 +193,7 @@ def _start(descriptors: list[int]) -> None:
     Start the fork server first if it does not run.
     """
     server: _ForkServer | None = getattr(_thread_state, "fork_server", None)
-    # After a fork of this process, `poll` reports that the server has ended, because it is the child of another process
+    # `poll` also reports an end if this process is a fork of the one that started the server. A fork needs its own server
     if server is None or server.process.poll() is not None:
         server = _start_fork_server()
         _thread_state.fork_server = server
@@ -214,7 +214,7 @@ def _start_fork_server() -> _ForkServer:
             pass_fds=[server_end.fileno()],
             cwd="/",
             env={
-                "PYTHONHASHSEED": "0",  # so that the same code always gets the same reward
+                "PYTHONHASHSEED": "0",  # makes the reward of the same code always the same
                 "PYTHONPATH": str(PACKAGE_ROOT),
             },
             start_new_session=True,

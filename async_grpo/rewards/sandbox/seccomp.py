@@ -86,14 +86,14 @@ def numbers(table: str, machine: str) -> dict[str, int]:
 
 
 def _check(argument: int, *values: int, test: int = _EQUAL, if_found: int = _ALLOW) -> list[Instruction]:
-    """Return instructions that end the filter by comparing an argument of the system call with values.
+    """Return instructions that compare an argument of the system call with values, and end the filter accordingly.
 
     Args:
         argument: Index of the argument. Its low 32 bits are compared; the kernel reads no more of these arguments.
         values: The values.
         test: Comparison of the argument with each value.
-        if_found: What the filter returns if any comparison holds: _ALLOW or _EPERM. If none holds, it returns the other
-            one.
+        if_found: What the filter returns if any comparison holds: _ALLOW or _EPERM. If no comparison holds, it returns
+            _EPERM or _ALLOW, respectively.
     """
     code: list[Instruction] = [(_LOAD, 0, 0, _ARGUMENTS + _ARGUMENT_BYTES * argument)]
     for value in values:

@@ -12,10 +12,10 @@ _READABLE_NAMES = ("__name__", "__qualname__", "__dict__")  # special names that
 class Proxy:
     """An object of the tested code, as the tests see it. Each access is a question to its process.
 
-    The tested code cannot decide whether an object equals a plain value. Otherwise, an object that claims to equal
-    everything would pass every test. If the object's class is derived from a number, text or collection, such as a
-    named tuple, its plain value `_value` is compared. An immutable value is sent only once, so that `1 < x < 3` cannot
-    see two values. Operators on other objects may return objects, and may compare two objects of the tested code.
+    The tested code must not decide whether an object equals a plain value: an object that claims to equal everything
+    would pass every test. If the object's class is derived from a number, text or collection, such as a named tuple, the
+    tests compare its plain value `_value`. An immutable value is sent only once, so that `1 < x < 3` cannot see two
+    values. Operators on other objects may return objects, and may compare two objects of the tested code.
     """
 
     __slots__ = ("_ask", "_number", "_value")
@@ -92,8 +92,8 @@ for _name in "iadd isub imul itruediv ifloordiv imod ipow imatmul iand ior ixor"
 class ExceptionClass(type):
     """Class of the classes that represent the exception classes of the tested code, so that tests can catch them.
 
-    A call of such a class makes an object in the other process, which is represented by a proxy. `_proxy` is the proxy of
-    the class, and for an exception that the tested code has raised, that of the exception.
+    A call of such a class makes an object in the other process, which is represented by a proxy. The attribute `_proxy` of
+    such a class is the proxy of the tested code's class. The attribute of a raised exception is the proxy of the exception.
     """
 
     _proxy: Any

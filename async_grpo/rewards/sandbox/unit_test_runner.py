@@ -26,7 +26,7 @@ from async_grpo.rewards.sandbox.tested_objects import (
 
 
 class Solution(dict[str, Any]):
-    """The built-in names of the tests: those of Python, which the tested code cannot replace, and that code's names."""
+    """The built-in names of the tests: Python's own, which the tested code cannot replace, and the tested code's names."""
 
     def __init__(self, channel: RpcChannel, tree: ast.Module) -> None:
         super().__init__(vars(builtins))
@@ -42,7 +42,7 @@ class Solution(dict[str, Any]):
         self._modules = owner_names & sys.stdlib_module_names
         self.has_used_solution = False  # whether the tests have used a name of the tested code
         self.has_missing_name = False  # whether the tests have used a name that nobody defines
-        # Kept here, because the tests may catch the exception
+        # Stored, because the tests may catch the exception
         self.failure: WireError | Unsendable | None = None
         self.error: Exception | None = None  # the last exception that the tested code raised
 
@@ -56,7 +56,7 @@ class Solution(dict[str, Any]):
             raise KeyError(name) from None
 
     def attribute(self, name: str) -> Any:
-        """Return what the tested code defines with this name, or raise AttributeError."""
+        """Return the object that the tested code defines with this name, or raise AttributeError."""
         try:
             return self.ask("getattr", self.module, name)
         except AttributeError:
@@ -187,7 +187,7 @@ class SolutionModule(ModuleType):
 def run(tests: str, channel: RpcChannel) -> bool | str:
     """Run the tests and return whether they pass. If the tests are invalid, return the reason as text.
 
-    Test functions and classes that the tests define in the way of pytest or unittest, and never use, are run, too.
+    If the tests define test functions or classes as for pytest or unittest, but do not call them, these are run, too.
     """
     try:
         tree = ast.parse(tests)
@@ -214,7 +214,7 @@ def run(tests: str, channel: RpcChannel) -> bool | str:
 
 
 def _unused_tests(tree: ast.Module) -> list[str]:
-    """Return the names of classes, and of functions "test..." without arguments, that the tests define and do not use."""
+    """Return the names of test classes, and of functions "test..." without arguments, that the tests do not use."""
     used_names = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
     unused_names = []
     for statement in tree.body:
@@ -263,12 +263,10 @@ def _run_test_case(test_case: Any) -> None:
 
 
 def _reference_to(value: Any) -> int | str:
-    """Return how a request to the process of the tested code names this value.
-
-    An object of that process, which is a `Proxy` here, is named by its number, and a built-in object by its name.
+    """Return the number of a `Proxy`, or the name of a built-in object, for a request to the tested code's process.
 
     Raises:
-        Unsendable: The value is neither.
+        Unsendable: The value is neither a proxy nor a built-in object.
     """
     proxy = value if isinstance(value, Proxy) else getattr(value, "_proxy", None)
     if isinstance(proxy, Proxy):
