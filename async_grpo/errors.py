@@ -24,7 +24,7 @@ class RequestRefused(ConfigurationError):
 
 
 class EnvironmentNeverWorked(AsyncGrpoError, RuntimeError):
-    """All trajectories of the run's first groups failed. The message contains the reason of the first one."""
+    """All trajectories of the run's first groups failed. The message contains the reason of the first failure."""
 
 
 class WorkerLost(AsyncGrpoError, RuntimeError):

@@ -274,7 +274,7 @@ class Sample:
     group_tokens: int = 0  # number of trained tokens in the whole group
     ref_logprobs: np.ndarray | None = None  # (T,) float32, of the reference policy; None without one
     proximal_logprobs: np.ndarray | None = None  # (T,) float32, of the policy when the group was complete
-    teacher_logprobs: np.ndarray | None = None  # (T,) float32, NaN where it gave none; None without a teacher
+    teacher_logprobs: np.ndarray | None = None  # (T,) float32, NaN for a missing one; None without a teacher
     teacher_top: np.ndarray | None = None  # (T, 2, k) float32, ids and log-probs of the teacher's top tokens
     times: np.ndarray | None = None  # (T,) int32, rank in time of each token; only with a critic
 

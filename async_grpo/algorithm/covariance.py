@@ -117,7 +117,7 @@ def _mixed(z: Int64[Tensor, "*shape"]) -> Int64[Tensor, "*shape"]:
 
 def _shifted(z: Int64[Tensor, "*shape"], places: int) -> Int64[Tensor, "*shape"]:
     """Return `z` shifted right by a number of bits, with zeros filled in from the left."""
-    # torch's shift fills in copies of the sign bit, which the mask sets to zero
+    # torch's shift fills in copies of the sign bit. The mask sets these bits to zero
     return (z >> places) & ((1 << (64 - places)) - 1)
 
 

@@ -12,7 +12,8 @@ def policy_lam(used: Shaped[Tensor, "batch tokens"], lam: float, alpha: float) -
     """Return the lambda of each sample's advantages: `lam`, or 1 - 1/(alpha length) if alpha is above 0.
 
     Yue et al. 2025, "VAPO", 3.2: a longer sample needs a larger lambda, so that its reward reaches the first tokens. The
-    length is the number of used tokens. A result below 0, of a sample shorter than 1/alpha tokens, becomes 0.
+    length is the number of used tokens. For a sample shorter than 1/alpha tokens, the formula is negative, and the result
+    is 0.
     """
     lengths = used.bool().double().sum(dim=1, keepdim=True)
     if alpha == 0:
@@ -33,9 +34,9 @@ def decoupled_gae_returns(
 ) -> tuple[Float[Tensor, "batch tokens"], Float[Tensor, "batch tokens"]]:
     """Return (advantages before any whitening, returns), zero where masked.
 
-    The advantages are those of `gae_returns` with the lambda of the policy (`policy_lam`). The returns, which the critic
-    learns, are those of `gae_returns` with `critic_lam`. With 1, they are the sums of the rewards that follow, without a
-    bias from the critic's own values (Yuan et al. 2025, "VC-PPO").
+    `gae_returns` is called twice: with the lambda of the policy (`policy_lam`) for the advantages, and with `critic_lam`
+    for the returns, which the critic learns. With `critic_lam` = 1, a return is the sum of the rewards that follow, without
+    a bias from the critic's own values (Yuan et al. 2025, "VC-PPO").
     """
     advantages, _ = gae_returns(rewards, values, mask, gamma=gamma, lam=policy_lam(mask, lam, alpha))
     _, returns = gae_returns(rewards, values, mask, gamma=gamma, lam=critic_lam)

@@ -60,10 +60,10 @@ def off_policy_sequence_mask(
 
 
 def num_in_top_quantile(quantile: float, num_tokens: int) -> int:
-    """Return how many of `num_tokens` different values are at least their (1 - quantile) quantile; at least 1.
+    """Return how many tokens are in the top quantile: the number of values >= their (1 - quantile) quantile, at least 1.
 
-    The quantile is interpolated linearly between sorted values, as `torch.quantile` does by default. The values above it
-    are those whose index in ascending order is at least (1 - quantile) (num_tokens - 1).
+    The values are assumed to be different. Quantiles are interpolated linearly between sorted values, as in
+    `torch.quantile`. So a value counts if its index in ascending order is at least (1 - quantile) (num_tokens - 1).
 
     Raises:
         ConfigurationError: The quantile is outside of [0, 1].
@@ -88,14 +88,14 @@ def high_entropy_mask(
 ) -> Bool[Tensor, "batch tokens"]:
     """Return True at the unmasked tokens whose entropy is in the top quantile of the batch, ties included.
 
-    Wang et al. 2025, "Beyond the 80/20 Rule": the policy loss of high-entropy tokens alone, with a quantile of 0.2. The
-    trainer selects over the whole minibatch and all ranks (`training.whole_step`); this function is for a batch in one
-    piece.
+    Wang et al. 2025, "Beyond the 80/20 Rule", compute the policy loss only at these tokens, with a quantile of 0.2. This
+    function needs the whole batch at once. The trainer selects the tokens over all parts of a minibatch and all ranks
+    instead (`training.whole_step`).
 
     Args:
         entropy: The entropy of the policy at each token, in nats.
         mask: True at the tokens that are trained on.
-        quantile: Share of tokens to select; 1 selects all, 0 the tokens with the highest entropy alone.
+        quantile: Share of tokens to select. 1 selects all tokens, and 0 only those with the highest entropy.
 
     >>> entropy = torch.tensor([[0.1, 0.9, 0.5, 0.7]])
     >>> high_entropy_mask(entropy, torch.tensor([[1, 0, 1, 1]]), quantile=0.5).tolist()

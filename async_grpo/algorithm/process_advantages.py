@@ -19,7 +19,7 @@ from torch.nn.functional import pad
 from async_grpo.algorithm.statistics import Groups, decay_on, returns_to_go, reverse_scan, whitened
 from async_grpo.types import Sample
 
-# A variance below this share of the mean square is treated as 0, because float32 sums have rounding errors of this size
+# If the variance is below this share of the mean square, it counts as 0, because float32 sums have such rounding errors
 NO_VARIANCE = 1e-6
 
 
@@ -79,8 +79,8 @@ def gae_returns(
     used = mask.bool()
     used_rewards = torch.where(used, rewards, 0).double()
     used_values = torch.where(used, values, 0).double()
-    # The scan copies each value back over the masked tokens before it. So the entry after an unmasked token always
-    # holds the value of the next unmasked token
+    # The scan copies the value of each unmasked token to the masked tokens before it. So the entry after an unmasked token
+    # is always the value of the next unmasked token
     carried_values = reverse_scan(used_values, (~used).double())
     next_values = pad(carried_values[:, 1:], (0, 1))
     deltas = torch.where(used, used_rewards + gamma * next_values - used_values, 0)

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 WHITENING_EPS = 1e-8  # added to the variance before the square root
-# Lowest exponent of the power of two by which values and eps are divided. Divided by 2**-900, eps is still finite
+# Values and eps are divided by a power of two with at least this exponent. eps / 2**-900 is still finite
 SMALLEST_EXPONENT = -900
 
 

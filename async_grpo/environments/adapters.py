@@ -42,9 +42,9 @@ class Adapter:
     source: str = ""  # FILE.py:NAME in this folder; the file's text is sent to the processes. "" for agents
     package: str = ""  # the package that the source file needs
     agents: MakeAgents | None = None  # makes the rollout program of agents; None for a source file
-    # Whether agents take --environment-options. The class in a source file takes what its constructor takes
+    # Whether agents take --environment-options. The class in a source file takes the options that its constructor has
     takes_options: bool = False
-    # Makes the rows of a split; None if a method `rows` in the source file makes them, or nothing does
+    # Makes the rows of a split. None if the class in the source file has a method `rows`, or if there are no rows
     rows: Callable[[EnvironmentConfig, str, Variables], list[dict[str, Any]]] | None = None
     publishes_endpoint: bool = False  # whether a file in the run's folder tells agents the endpoint's address
 

@@ -101,7 +101,7 @@ class _Agent:
                     env=child_environment({**(self._variables or {}), **endpoint_variables}),
                     start_new_session=True,
                 )
-                # Reading the output ends once no process has this end of the socket open
+                # Close our copy of the agent's end. The output only ends when no process has this end open
                 child_socket.close()
                 try:
                     yield process, output
@@ -216,7 +216,7 @@ def _reported(policy: TrajectoryClient, trajectory: Trajectory) -> Completion:
 
 
 async def _read_to_end(output: asyncio.StreamReader, log: SourceOutput | None) -> str:
-    """Read an output until it ends, and return its last MAX_KEPT_BYTES as text. The log gets its beginning."""
+    """Read an output until it ends, and return its last MAX_KEPT_BYTES as text. Write its beginning to the log."""
     last_bytes = b""
     while True:
         piece = await output.read(MAX_KEPT_BYTES)
@@ -246,7 +246,7 @@ def for_agents(variables: Mapping[str, str]) -> dict[str, str]:
 
 
 def main(owner_pid: int, command: str) -> None:
-    """Split this process into a guardian and its child, and run the agent's command in the child.
+    """Fork this process. The parent becomes the guardian of the child, and the child runs the agent's command.
 
     Args:
         owner_pid: The process whose end also ends the agent.

@@ -1,13 +1,14 @@
 """`encode_up_to`: tokenizes texts, and stops early if they have more tokens than a sequence may have.
 
-Tokenizing 2 MB may take 17 s, and most such texts are refused afterwards. So long texts are tried by their beginnings
-first: 64 Ki characters, then 4 times as many, and so on.
+Tokenizing 2 MB may take 17 s, and most such texts are refused afterwards because they are too long. So for a long text,
+only its beginning is tokenized first: 64 Ki characters, then 4 times as many, and so on.
 """
 
 from collections.abc import Callable, Iterator, Sequence
 
 FIRST_BEGINNING_CHARACTERS = 65_536
-# Factor from one beginning to the next. All beginnings of a text together have at most 4/3 of its characters
+# Factor by which each beginning is longer than the one before. All beginnings of a text together have at most 4/3 of the
+# text's characters
 GROWTH = 4
 # The cut at the end of a beginning may change the tokens near it, so this number of tokens is not counted
 UNCERTAIN_TOKENS = 1024
@@ -41,7 +42,7 @@ def encode_up_to(encode_batch: EncodeBatch, texts: Sequence[str], max_tokens: in
 
 
 def _batches(texts: Sequence[str]) -> Iterator[list[str]]:
-    """Yield the texts in batches with limited numbers of texts and characters. A longer text is a batch of its own."""
+    """Yield the texts in batches with limited numbers of texts and characters. A text above the limit is a single batch."""
     batch: list[str] = []
     num_characters = 0
     for text in texts:

@@ -223,7 +223,7 @@ def _call_of_value(value: Any) -> FunctionCall | None:
 
 
 def _object_of(text: str) -> str | None:
-    """Return a JSON text of the object that a text describes, in Python's spelling; None if it describes no object."""
+    """Parse the JSON text of an object and write the object as JSON again, as Python writes it. None if it is invalid."""
     try:
         value = parse_json(text.strip() or "{}")
     except ValueError:

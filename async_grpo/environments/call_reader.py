@@ -180,7 +180,7 @@ class CallReader:
         process = self._parser_process()
         plain_probes = [(_without_unread(text), calls) for text, calls in probes]
         names: list[str] = []
-        # No parser may read two calls in one turn, for example those of Llama 4
+        # If no parser reads two calls in one turn, as with Llama 4, try again with a single call
         while plain_probes and not names:
             try:
                 answer = await process.ask("choose", 0, plain_probes, PROBE_TOOLS, timeout_s=CHOOSE_S)
@@ -311,7 +311,7 @@ def _no_tools(spelling: CallSpelling) -> str:
 
 
 def _of_vllm(name: str | None) -> bool:
-    """Return whether the name of a parser is that of one of vLLM's, which runs in the process."""
+    """Return whether this is the name of one of vLLM's parsers, which run in a separate process."""
     return name not in (None, NONE, *FORMATS)
 
 

@@ -77,7 +77,7 @@ class Chat:
         backend = getattr(tokenizer, "backend_tokenizer", None)
         self._backend = backend if hasattr(backend, "encode_batch_fast") else None
         if self._backend is not None:
-            # A tokenizer that was saved after an earlier training may cut and pad every text of a batch
+            # A tokenizer may have been saved with settings for training, by which it cuts and pads every text
             self._backend.no_truncation()
             self._backend.no_padding()
 
@@ -231,8 +231,8 @@ def message_of(turn: ReadTurn, number: int = 0) -> dict[str, Any]:
 
     Args:
         turn: The parts of the turn.
-        number: Number of the turn, which becomes part of the ids of its calls. These have nine letters and digits, as
-            the templates of Mistral require.
+        number: Number of the turn, which becomes part of the ids of its calls. The ids have nine letters and digits,
+            because the templates of Mistral require this.
 
     >>> message_of(ReadTurn(None, "four"))
     {'role': 'assistant', 'content': 'four'}

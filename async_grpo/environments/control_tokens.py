@@ -156,7 +156,7 @@ def _normalizer_of(tokenizer: Any, spellings: Iterable[str]) -> Callable[[str], 
         return None
 
     def normalize(text: str) -> str:
-        # Replaces lone surrogates, which the normalizer refuses
+        # Replace lone surrogates, which the normalizer refuses
         return normalizer.normalize_str(text.encode(errors="replace").decode())
 
     return normalize
@@ -191,7 +191,7 @@ def cut(text: str, breaks: Iterable[int]) -> list[str]:
 def _trie_pattern(words: Iterable[str]) -> str:
     """Return a regular expression that matches any of the words, with common beginnings written only once.
 
-    If a word begins with a shorter one, only the shorter one is matched.
+    If a word begins with a shorter word of the list, only the shorter word is matched.
     """
     trie: dict[str, Any] = {}
     for word in words:
@@ -206,7 +206,8 @@ def _pattern_of(node: dict[str, Any]) -> str:
     branches: list[str] = []
     for letter, child in node.items():
         if letter == "":
-            # A word ends here. Longer words with this beginning need no pattern, because its break cuts them as well
+            # A word ends here. Longer words with this beginning need no pattern, because a break in the short word cuts
+            # them as well
             return ""
         prefix = re.escape(letter)
         # Letters without alternatives are joined, because one nested group per letter would be too deep

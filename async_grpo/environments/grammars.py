@@ -18,10 +18,10 @@ from async_grpo.errors import ConfigurationError, RequestRefused
 from async_grpo.experience.prompts import PromptRenderer
 from async_grpo.options.source_file import SourceFile
 
-COMPILE_S = 20.0  # maximum seconds to make and compile a grammar. An engine needs as long for it
+COMPILE_S = 20.0  # maximum seconds to make and compile a grammar. The engine compiles it once more
 MAX_GRAMMARS = 256  # number of grammars that are remembered
 FREE_INSTEAD = "leave it out, or start the run with --typed-output hint"
-# Control tokens around an answer -> the family of models that writes them. Its answers are not plain text
+# Control token around answers -> the family of models that writes it. Answers of these families are not plain text
 FRAMED_ANSWERS = {HARMONY_CHANNEL: "gpt-oss", "<|START_RESPONSE|>": "Cohere Command"}
 
 
@@ -38,8 +38,8 @@ class Thought:
     """The tags of a thought that comes before an answer; both "" if there is none.
 
     Attributes:
-        begin: Text with which the policy may begin a thought; "" if the prompt has begun one.
-        end: Text with which it ends.
+        begin: Text with which the policy may begin a thought; "" if the prompt has already begun the thought.
+        end: Text with which the thought ends.
     """
 
     begin: str = ""

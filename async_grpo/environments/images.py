@@ -1,4 +1,4 @@
-"""Images in the conversations of environments and agents: read, checked, stored in the run's folder, and expanded.
+"""Read, check and store the images in conversations of environments and agents, and expand their placeholders.
 
 Messages hold images as data URLs. Before a conversation is rendered, each image becomes an IMAGE_PART, for which the chat
 template writes one placeholder, and an `ImageReference`, which travels with the tokens to engine and trainer.

@@ -79,7 +79,7 @@ def _char_ends_in_last_text(completions: Sequence[Completion]) -> np.ndarray | N
 
 
 def _in_order_of(turns: Sequence[Turn], values: Sequence[_Value]) -> tuple[_Value, ...]:
-    """Return the values in the order of `turns`. They are given in the order in which the turns were taken."""
+    """Return the values in the order of `turns`. The argument has them in the order in which the turns were taken."""
     if not values:
         return ()
     return tuple(values[turn.number] for turn in turns)

@@ -84,7 +84,7 @@ class EnvironmentProcesses:
             process.trajectories -= 1
             if place.is_cut_off:
                 process.stuck += 1
-            # Leave in a task, because the caller must not wait: a step that still runs may delay this for a long time
+            # Leave the place in a task. The caller must not wait for this, because a step may still run for a long time
             task = asyncio.create_task(self._leave(process, place))
             self._leaving.add(task)
             task.add_done_callback(self._leaving.discard)
@@ -110,7 +110,7 @@ class Place:
 
     Attributes:
         is_used: Whether a call was made.
-        is_cut_off: Whether a call was cancelled. The process is not told, and may still work on the call.
+        is_cut_off: Whether a call was cancelled. The process does not know this, and may still work on the call.
         seconds: Total time of all calls so far.
     """
 

@@ -130,8 +130,8 @@ def task_seed(seed: int, prompt: Prompt) -> int:
     row_seed = prompt.row.get("seed")
     if isinstance(row_seed, int):
         return row_seed
-    # For held-out questions (negative numbers), the question identifies the task: their groups may be generated in
-    # several parts, which have different ordinals
+    # Groups of held-out questions (negative numbers) may be generated in several parts with different ordinals. So the
+    # question identifies their task
     task_number = prompt.question if prompt.question < 0 else prompt.ordinal
     digest = hashlib.blake2b(f"task {seed}/{task_number}".encode(), digest_size=4).digest()
     return int.from_bytes(digest) >> 1

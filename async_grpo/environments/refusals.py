@@ -10,10 +10,10 @@ LONGEST_DELAY_S = 5.0
 
 
 class RefusalBrake:
-    """Counts the refused requests of a trajectory in a row, and delays the answers to further ones.
+    """Counts how many requests of a trajectory were refused in a row, and delays the answers to further refused requests.
 
-    A program that repeats a refused request without a pause would take the time of the event loop from all others. The
-    time limit of the trajectory also ends a delay.
+    Without the delay, a program that repeats a refused request without a pause would slow down all other trajectories.
+    The time limit of the trajectory also ends a delay.
     """
 
     def __init__(self) -> None:

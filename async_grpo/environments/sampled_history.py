@@ -67,9 +67,9 @@ class SampledHistory:
     def turns_of(self, messages: Sequence[Message]) -> dict[int, SampledTurn]:
         """Find the turn from which each message was made. Return the turns by the index of their message.
 
-        Messages that were not made from a turn have no entry, nor have messages whose thought the agent has changed. If
-        several turns gave equal messages, turns are assigned from the end: the last of these messages gets the last of
-        the turns. The agent may have thrown away earlier ones.
+        Messages that were not made from a turn, or whose thought the agent has changed, have no entry. If several turns
+        gave equal messages, the last of these messages gets the last of these turns, and so on backwards. Turns may be
+        left over, because the agent may have thrown them away.
         """
         turns_by_index: dict[int, SampledTurn] = {}
         num_assigned: dict[str, int] = {}

@@ -31,7 +31,7 @@ NO_END = TurnEnd(0, 0)
 
 @dataclass
 class TrajectorySequence:
-    """The tokens and the text of consecutive turns, each of which continues the one before.
+    """The tokens and the text of consecutive turns, each of which continues the turn before.
 
     Attributes:
         breaks: Positions in the text that no token spans (see `control_tokens`). Equal texts with different breaks have
@@ -54,7 +54,7 @@ class TrajectorySequence:
     def is_history_of(self, conversation: Rendered, end: TurnEnd) -> bool:
         """Return whether the conversation begins with this sequence up to the end of a turn.
 
-        Text, breaks and images must be equal. The two then also begin with the same tokens.
+        Text, breaks and images must be equal. Then the tokens are equal, too.
         """
         if not conversation.text.startswith(self.text[: end.num_characters]):
             return False
@@ -76,7 +76,7 @@ def text_after(rendered: Rendered, end: TurnEnd) -> Rendered:
     """Return the text after the end of a turn."""
     num_characters = end.num_characters
     first = bisect_right(rendered.breaks, num_characters)
-    # numpy for speed, because this runs in the event loop, and a text of 4 MB may have a break at every tenth character
+    # numpy is fast. This runs in the event loop, and a text of 4 MB may have a break at every tenth character
     breaks = np.subtract(rendered.breaks[first:], num_characters, dtype=np.int64, casting="unsafe").tolist()
     return Rendered(rendered.text[num_characters:], tuple(breaks), rendered.images[end.num_images :])
 

@@ -95,7 +95,7 @@ class TrajectoryRecorder:
                 continued=None,
             )
         history = max(histories, key=lambda sequence: len(sequence.token_ids))
-        # A copy, because another turn may be added to the sequence while a thread decodes the tokens of this turn
+        # Use a copy, because another turn may be added to the sequence while a thread decodes the tokens of this turn
         snapshot = replace(history)
         new_token_ids = token_ids[len(snapshot.token_ids) :]
         self.chat.images_of_tokens(new_token_ids, ())
@@ -217,8 +217,8 @@ class TrajectoryRecorder:
 
         Args:
             conversation: All text so far.
-            begins: Whether the text lacks the special tokens at the beginning of a sequence. If it does, they are added
-                when the turn begins a new sequence.
+            begins: Whether to add the special tokens at the beginning of a sequence, if the turn begins a new sequence.
+                A text that a chat template has rendered already contains them.
         """
         histories = []
         for sequence in self._sequences:
@@ -229,8 +229,7 @@ class TrajectoryRecorder:
             # usually goes on with the new turn
             history = max(reversed(histories), key=lambda sequence: len(sequence.text))
             return await self._continue(history, text_after(conversation, history.end))
-        # The turn begins a new sequence. If its history shares turns with another sequence, it keeps their sampled
-        # tokens
+        # The turn begins a new sequence. If its history shares turns with another sequence, their sampled tokens are kept
         shared_token_ids, shared_end = self._longest_shared_history(conversation)
         new_token_ids = await self._encoded(
             text_after(conversation, shared_end),
@@ -262,7 +261,7 @@ class TrajectoryRecorder:
 
     async def _continue(self, history: TrajectorySequence, addition: Rendered) -> EngineInput:
         """Return the engine's input for a turn that adds text to a sequence."""
-        # A copy, because another turn may be added to the sequence while a thread tokenizes the text of this turn
+        # Use a copy, because another turn may be added to the sequence while a thread tokenizes the text of this turn
         snapshot = replace(history)
         new_token_ids = await self._encoded(addition)
         new_breaks = tuple(len(snapshot.text) + place for place in addition.breaks)

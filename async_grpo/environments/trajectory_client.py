@@ -110,7 +110,7 @@ class TrajectoryClient:
         sampling: Sampling settings of an evaluation. None means the run's settings.
 
     Attributes:
-        failure: The error of an engine; None if there was none. It fails the run even if the program catches the error.
+        failure: The error of an engine; None if there was none. The error fails the run, even if the program catches it.
         is_over: The limit that the trajectory has reached; "" if it has reached none.
         ignored_fields: Number of requests with each field that the endpoint ignored.
         refusals: Delays the answers to requests that are refused again and again.

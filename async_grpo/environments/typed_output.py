@@ -74,7 +74,7 @@ class TypedOutput:
 
     Attributes:
         schema: JSON text of the schema that the answer must fit; "" if the answer may be any text.
-        description: What the schema describes, in the request's words; "" if it does not say so.
+        description: The request's description of the schema; "" if there is none.
         required_tools: Names of tools. If there are any, the turn must consist of calls of these tools.
         has_one_call: Whether the turn must not have more than one call.
     """

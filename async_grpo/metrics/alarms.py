@@ -1,8 +1,8 @@
 """Detect signs of reward hacking in the metrics of a run. Each sign becomes an alarm of the step.
 
 The mean of a metric over the last RECENT steps is compared with its mean over RECENT earlier steps, which begin BEFORE
-steps ago. The difference must be large, because good runs also change, for example when they learn the answer format.
-It must also be many standard errors, because single steps are noisy.
+steps ago. An alarm needs a large difference, because good runs also change, for example when they learn the answer
+format. The difference must also be many standard errors, because single steps are noisy.
 """
 
 import math

@@ -29,7 +29,7 @@ def metrics_lines(path: Path, count: int) -> list[Line]:
 
 
 def spread_metrics(path: Path, since: int, count: int) -> Iterator[tuple[Line, int]]:
-    """Yield (line, position of its end in bytes) for the valid ones of the lines that `spread_records` chooses."""
+    """Yield (line, position of its end in bytes) for each line that `spread_records` chooses, unless it is invalid."""
     for record, end in spread_records(path, since, count):
         for line in _checked([record]):
             yield line, end

@@ -11,7 +11,7 @@ PLANNED = "planned_GB"  # estimate of the plan
 # the first step needs less memory than all others
 COMPARED_AT_STEP = 3
 MAX_FACTOR = 1.25  # a process that takes more than this multiple of its estimate raises an alarm
-# Memory that a process on the CPU may take in addition: its libraries load further parts while they work
+# Memory that a process on the CPU may take beyond its estimate, because its libraries load further parts while they work
 CPU_SLACK_GB = 1.0
 Memory = Mapping[str, float]
 

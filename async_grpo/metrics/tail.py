@@ -12,7 +12,7 @@ from typing import Any, BinaryIO
 from async_grpo.processes.untrusted_files import CHUNK_BYTES, MAX_LINE_BYTES, open_regular, parse_json
 
 CHUNK = 1 << 18  # number of bytes that are read at a time, from the end of the file backwards
-# Maximum number of bytes that are read. Their JSON may take twenty times as much memory once it is parsed
+# Maximum number of bytes that are read. Parsed JSON may take twenty times as much memory as its text
 MAX_TAIL_BYTES = 64 << 20
 log = logging.getLogger(__name__)
 

@@ -100,7 +100,7 @@ class TrackerThread(threading.Thread):
             log.error("--track %s is slower than the run: lines are left out from step %d", self.name, step)
 
     def run(self) -> None:
-        """Create the tracker, and pass lines to it until the queue returns None, the sign that no more lines follow."""
+        """Create the tracker, and pass lines to it until the queue returns None, which means that no line follows."""
         try:
             tracker = self.make()
             while (line := self.lines.get()) is not None:
@@ -169,7 +169,7 @@ def trackers_of(
 def _accelerate_tracker(name: str, folder: Path, run_name: str, options: Mapping[str, Any]) -> Tracker:
     from accelerate import tracking
 
-    # Replace accelerate's logger. It needs an accelerate state, and creating one would set up distributed processes
+    # Replace accelerate's logger, because it needs an object that would set up distributed processes
     tracking.logger = log
     tracker_class = tracking.LOGGER_TYPE_TO_CLASS[name]
     settings = {}

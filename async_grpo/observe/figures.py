@@ -211,7 +211,7 @@ def colours_for(count: int) -> list[Any]:
 def moving_average(values_T: np.ndarray, window: int) -> np.ndarray:
     """Return the centered moving average, shape (T,). Step t averages steps t - window//2 to t + (window-1)//2.
 
-    At both ends the average covers only the steps that exist. NaN stays NaN, and no average includes it.
+    At both ends, the average covers only the steps that exist. A NaN stays NaN, and is left out of the averages.
 
     >>> moving_average(np.array([0.0, 2.0, 7.0, np.nan, 4.0]), 3)
     array([1. , 3. , 4.5, nan, 4. ])

@@ -74,7 +74,7 @@ def fit(x_T: np.ndarray, y_T: np.ndarray) -> Sigmoid:
         grid_G2 = np.clip(best_2 + reach_2 * offsets_2G.T, low_2, high_2)
         rise_GT = _rise(x_T, *grid_G2.T[..., None])
         centered_GT = rise_GT - rise_GT.mean(1, keepdims=True)
-        # If a curve does not rise within the data, the small number avoids a division by 0, and the slope is 0
+        # The small number avoids a division by 0 for a curve that does not rise within the data. Its slope becomes 0
         slope_G = centered_GT @ y_T / ((centered_GT**2).sum(1) + 1e-12)
         residuals_GT = y_T - y_T.mean() - slope_G[:, None] * centered_GT
         best = int((residuals_GT**2).sum(1).argmin())

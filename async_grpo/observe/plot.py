@@ -180,7 +180,7 @@ def compare(
         axes = subplots(figure, keys, x, BANDS if names else "")
         colours = figures.colours_for(len(groups))
         for ax, key in zip(axes, keys, strict=True):
-            # Evaluations are not averaged: they are few, and each is a mean already
+            # Evaluations are not smoothed, because they are few, and each one is already a mean
             window = 1 if key.startswith("eval_") else smooth_window
             for name, curves, colour in zip(groups, curves_by_key[key], colours, strict=True):
                 smooth_curves = [np.stack([x_T, figures.moving_average(y_T, window)]) for x_T, y_T in curves]

@@ -251,7 +251,7 @@ def curve(run: RunMetrics, unit: str, key: str, gpus: int | None = None) -> np.n
     x_T = progress(run, unit, gpus)
     y_T = run.column(key)
     if key.startswith("eval_"):
-        # The results of an evaluation are in the line of the step during which it ended. The x value is that of the
+        # The results of an evaluation are in the line of the step during which it ended. Place them at the x value of the
         # step at which it began
         step_T = run.column("step")
         start_step_T = run.column("eval_step")

@@ -14,9 +14,10 @@ MAX_PAGE_BYTES = 64 << 20
 
 
 def images_of_samples(rows: Sequence[dict[str, Any]], run_folder: Path) -> dict[str, str]:
-    """Return the images of the newest samples as data URLs, by digest, and leave only these in the rows.
+    """Return the images of the newest samples as data URLs, by digest. Remove all other images from the rows.
 
-    Images that are missing, too large or of an unknown format are left out. So are all that exceed `MAX_PAGE_BYTES`.
+    Images that are missing, too large or of an unknown format are left out, and so are all images beyond
+    `MAX_PAGE_BYTES`.
 
     Args:
         rows: The samples, oldest first. The folder may be somebody else's, so their `images` may be anything.

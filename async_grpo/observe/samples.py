@@ -190,7 +190,7 @@ def _recorded_completions(
 
 
 def _pop_nearest(completions: list[RecordedCompletion], advantage: float) -> RecordedCompletion:
-    """Remove and return the completion with the nearest advantage, because several may have the same text."""
+    """Remove and return the completion with the nearest advantage. Several completions may have the same text."""
 
     def distance(completion: RecordedCompletion) -> float:
         return abs(completion.numbers["advantages"][-1] - advantage)

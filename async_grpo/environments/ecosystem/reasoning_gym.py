@@ -98,8 +98,8 @@ class ReasoningGym(Environment):
         try:
             reward = self._tasks.score_answer(text.strip() if answer is None else answer, self._entry)
         except Exception:
-            # Some scorers parse numbers, moves or JSON, and raise if the answer has none. Such an answer is worth 0. If
-            # the correct answer raises as well, the scorer itself is broken, and the error is raised
+            # Some scorers raise an error if the answer is not a number, a move or JSON. Such an answer gets the reward 0.
+            # If the scorer also raises an error for the correct answer, it is broken, and the error is raised here
             self._tasks.score_answer(self._entry["answer"], self._entry)
             reward = 0.0
         self.numbers = {self._name: float(reward)}

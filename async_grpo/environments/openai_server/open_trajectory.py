@@ -13,7 +13,7 @@ from async_grpo.errors import ConfigurationError
 from async_grpo.options.fields import refuse
 from async_grpo.processes.http_server import MAX_CONNECTIONS
 
-# Requests of one trajectory that are answered at the same time
+# Maximum number of requests of one trajectory that are answered at the same time
 MAX_REQUESTS_AT_ONCE = MAX_CONNECTIONS // 4
 
 
@@ -44,7 +44,8 @@ class Trajectory:
         """Count a request as unanswered inside the block.
 
         Raises:
-            HTTPTooManyRequests: There are too many. Delayed refusals of one agent would fill all connections.
+            HTTPTooManyRequests: There are too many unanswered requests. Without this limit, delayed refusals of one
+            agent could occupy all connections.
         """
         if self.num_requests >= MAX_REQUESTS_AT_ONCE:
             raise web.HTTPTooManyRequests(
@@ -72,7 +73,8 @@ class Trajectory:
         try:
             return await asyncio.shield(all_replies)
         except asyncio.CancelledError:
-            # If the turns are done, `end` has cancelled them. A client that disconnects cancels only this coroutine
+            # If the turns are done, `end` has cancelled them. Otherwise, the client has disconnected, which cancels only
+            # this coroutine
             if all_replies.done():
                 raise ConfigurationError("the trajectory has ended") from None
             raise

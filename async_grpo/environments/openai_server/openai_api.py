@@ -200,7 +200,7 @@ def events_of(request: OpenAIRequest, answer: dict[str, Any]) -> list[dict[str, 
         choices += _chat_deltas(choice) if is_chat else [choice]
     if not (request.stream_options or {}).get("include_usage"):
         return [frame | {"choices": [choice]} for choice in choices]
-    # As in OpenAI's API, each event has the field, and only that of the last one has a value
+    # As in OpenAI's API, each event has the field `usage`, but it has a value only in the last event
     events = [frame | {"choices": [choice], "usage": None} for choice in choices]
     return [*events, frame | {"choices": [], "usage": answer["usage"]}]
 

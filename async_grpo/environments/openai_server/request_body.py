@@ -24,7 +24,7 @@ def max_body_bytes(context_tokens: int, *, has_images: bool = False) -> int:
     """Return the maximum size of a body in bytes.
 
     Args:
-        context_tokens: Maximum number of tokens of its conversation.
+        context_tokens: Maximum number of tokens of the conversation in the body.
         has_images: Whether the conversation may have images.
     """
     if has_images:

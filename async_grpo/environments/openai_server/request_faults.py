@@ -11,7 +11,7 @@ from async_grpo.environments.openai_server.unsupported_fields import HINTS, UNSU
 # Limit for the description of an error, and for the name of a field in it, because a request may invent any name
 MAX_FAULT_CHARACTERS = 300
 MAX_FAULTS = 16  # faults in one description
-# Parts of the places of errors that pydantic adds, because a value may have one of several types
+# Names of types that pydantic adds to the place of an error if a value may have one of several types
 _TYPES = ("str", "constrained-str", "NamedTool", "ChosenFunction", "input_text", "output_text", "input_image")
 _ITEM_TYPES = ("message", "function_call", "function_call_output", "reasoning", "item_reference")
 _TYPE_BEGINNINGS = ("list[", "dict[", "literal[")
@@ -52,8 +52,8 @@ def validated(
 def _faults_of(error: ValidationError, hints: Mapping[str, str]) -> Iterator[str]:
     """Yield a description of what is wrong with each field of a request.
 
-    If a value may have several types, pydantic reports one error for each of them. The one about the length is the most
-    helpful, so it is described. If there is none, the error that is nested deepest in the field is described.
+    If a value may have several types, pydantic reports one error for each type. Only one error is described: an error
+    about the length, because it is the most helpful, or else the error that is nested deepest in the field.
     """
     errors_by_field: dict[Any, list[Any]] = {}
     for fault in error.errors(include_url=False, include_input=False):

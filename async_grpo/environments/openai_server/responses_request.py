@@ -1,7 +1,7 @@
 """Requests of OpenAI's Responses API, and the conversation that a request continues.
 
-The input of a request is a text or a list of items. The policy's turn is several items there: its thought, its text and
-each of its calls. They are put together into one message again, because the recorder finds the policy's turns by their
+The input of a request is a text or a list of items. A turn of the policy consists of several items: its thought, its text
+and each of its calls. They are joined to one message again, because the recorder finds the policy's turns by their
 messages.
 """
 

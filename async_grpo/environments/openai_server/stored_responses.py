@@ -53,11 +53,11 @@ class StoredResponse:
 
 
 class StoredResponses:
-    """The newest answers of a trajectory. Older ones are dropped when there are too many, or too large ones.
+    """The newest answers of a trajectory. The oldest answers are dropped when there are too many answers or bytes.
 
     Args:
-        context_tokens: Maximum length of a sequence, in tokens. A conversation that is continued by several requests may
-            be as large as one that a single request contains.
+        context_tokens: Maximum length of a sequence, in tokens. It limits the size of a conversation. The limit is the
+            same for the conversation of a single request and for one that several requests have continued.
         has_images: Whether the conversation may have images.
     """
 
@@ -67,7 +67,7 @@ class StoredResponses:
         self._num_bytes = 0
 
     def conversation(self, request: ResponsesRequest) -> Conversation:
-        """Return the conversation of a request: that of the previous answer, and the input.
+        """Return the conversation of a request: the conversation of the previous answer, followed by the input.
 
         Raises:
             ResponseNotFound: The request names an answer that is not stored.

@@ -115,7 +115,7 @@ def ignored_fields(request: Mapping[str, Any]) -> list[str]:
     for name in IGNORED:
         value = fields.get(name)
         is_default = name in _DEFAULTS and value == _DEFAULTS[name]
-        # With a required call, the number of calls is part of the form that the turn must have (see `typed_output`)
+        # If a call is required, `parallel_tool_calls` is not ignored: it sets the number of calls (see `typed_output`)
         is_form = name == "parallel_tool_calls" and request.get("tool_choice") == "required"
         if value is not None and not is_default and not is_form:
             names.append(name)

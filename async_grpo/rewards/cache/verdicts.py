@@ -68,7 +68,7 @@ class VerdictCache:
         """Return the cached answer, or else the answer of `call`.
 
         Concurrent callers with the same key share one call and its error. If the caller that makes the call is
-        cancelled, another one makes it. In a cached or shared answer, the extra `judge_cost` is 0.
+        cancelled, another caller makes it. In a cached or shared answer, the extra `judge_cost` is 0.
         """
         while key in self._calls:
             shared_call = self._calls[key]

@@ -47,7 +47,7 @@ def load(name: str, options: dict[str, Any], split: str) -> Loaded:
         names = ", ".join(roles) or "none"
         raise ValueError(f"exactly one role can be trained, but the environment has these: {names}")
     ((role, agent),) = roles.items()
-    # No retries, because a retry would add its turns to the same trajectory
+    # Switch off retries, because a retry would add its turns to the same trajectory
     changes: dict[str, Any] = {"retries": vf.RetryConfig()}
     if agent.harness is None and vf.default_harness_id(name) == "bash":
         changes["harness"] = vf.harness_config_type(CHAT)(id=CHAT)
@@ -127,7 +127,7 @@ async def play_all(name: str, options: dict[str, Any]) -> None:
                 loaded[split] = load(name, options, split)
                 env, _ = loaded[split]
                 await stack.enter_async_context(env.serving())
-                # Without this, verifiers would keep an HTTP client for the key of each trajectory
+                # Drop this object, in which verifiers would otherwise keep an HTTP client for the key of each trajectory
                 env._interception = None
             group.create_task(play_and_report(http, loaded[split], trajectory["key"], row))
 
