@@ -92,7 +92,7 @@ class ExperienceSource(Protocol):
         """Start the generation. Called once on every rank, after the engines have the first weights."""
 
     def next_message(self, rank: int) -> Message:
-        """Return the next message for a rank, which may have to wait for it. Raise an error after a deadline."""
+        """Wait for the next message for a rank, and return it. Raise an error if there is none before a deadline."""
 
 
 # Weights are "proven" once the engines have shown that they received them, and "live" once engines generate with them

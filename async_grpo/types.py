@@ -169,16 +169,16 @@ class Completion(Tokens):
 
     @property
     def turn_ranks(self) -> np.ndarray:
-        """Return the rank in time of each turn, (turns,), 0 for the first.
+        """Return the position of each turn in the order of time, (turns,), 0 for the first.
 
-        Without turns, the result is [0]: all tokens have rank 0.
+        Without turns, the result is [0], as if all tokens belonged to one turn.
         """
         # The argsort of a permutation is its inverse
         return np.argsort(self.turn_order or [0])
 
     @property
     def times(self) -> np.ndarray | None:
-        """Return the rank in time of each token, (T,) int32; None if the tokens are already in the order of time."""
+        """Return the position of each token in the order of time, (T,) int32; None if they are already in this order."""
         ranks = self.turn_ranks
         if np.all(ranks[1:] > ranks[:-1]):
             return None
@@ -276,7 +276,7 @@ class Sample:
     proximal_logprobs: np.ndarray | None = None  # (T,) float32, of the policy when the group was complete
     teacher_logprobs: np.ndarray | None = None  # (T,) float32, NaN for a missing one; None without a teacher
     teacher_top: np.ndarray | None = None  # (T, 2, k) float32, ids and log-probs of the teacher's top tokens
-    times: np.ndarray | None = None  # (T,) int32, rank in time of each token; only with a critic
+    times: np.ndarray | None = None  # (T,) int32, position in time of each token; only with a critic
 
     @property
     def num_tokens(self) -> int:
@@ -288,7 +288,7 @@ class Sample:
     def pieces(self) -> list[tuple[np.ndarray, slice]]:
         """Return for each turn, in the order of `turns`, the tokens (E,) int32 before it and the slice of its own tokens.
 
-        An answer counts as one turn after the prompt. Of a prompt with embeddings, only the first token is included.
+        An answer counts as one turn after the prompt. If the policy draws, only the first token of the prompt is included.
         """
         turns = self.completion.turns
         if not turns:

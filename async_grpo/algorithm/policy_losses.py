@@ -61,7 +61,7 @@ class LossBatch:
     def sequence_sum(self, values: Float[Tensor, "batch tokens"]) -> Float[Tensor, "batch tokens"]:
         """Return, at every token, the sum of `values` over the unmasked tokens of its sequence."""
         # The packing changes the order of summation, and thus the rounding. `topr` depends on the sign of a sum, which
-        # the rounding errors of float32 could flip. Those of float64 are too small
+        # the rounding errors of float32 could flip. The rounding errors of float64 are too small to do so
         sums = sequence_sums(torch.where(self.mask, values, 0).double(), self._ids)
         return sums[self._ids].to(values.dtype)
 

@@ -142,7 +142,7 @@ def whitening_moments(
     """
     is_used = used.bool()
     counts = used[is_used].double()
-    # Treat each value as a pool of its own, whose mean is the value and whose squared deviation is 0
+    # Treat each value as a separate pool, whose mean is the value and whose squared deviation is 0
     means = values[is_used].double()
     return merge_moments(torch.stack([counts, means, torch.zeros_like(means)], dim=1))
 

@@ -177,7 +177,7 @@ class TeacherConfig(Section):
 
     @property
     def teacher_folders(self) -> dict[str, str]:
-        """Return the folder of each teacher that is a model of its own, by kind of the logprob worker that holds it."""
+        """Return the folder of each teacher that is loaded from a folder, by kind of the logprob worker that holds it."""
         folders = {}
         for name, kind in self.teacher_kinds.items():
             if self.teachers[name] not in (SELF, INITIAL):
