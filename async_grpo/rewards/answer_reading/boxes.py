@@ -99,8 +99,7 @@ def boxed_answer(text: str, keeps_layout: bool = False) -> str | None:
     names = {box.name for box in boxes}
     name = next((name for name in _BOX_COMMANDS if name in names), None)
     spans: list[_Span] = []  # boxes of the answer, from the last to the first
-    # True once a box is outside of the answer. From then on, an earlier box only belongs to the answer if it contains all
-    # boxes of the answer
+    # True once a box was left out. Then an earlier box only counts if it contains all boxes of the answer
     is_group_whole = False
     group_begin = len(text)
     group_end = len(text)
