@@ -441,6 +441,6 @@ def test_a_text_that_the_prompt_column_leaves_out_is_named_once(tmp_path, caplog
 def test_a_list_in_a_file_of_lines_is_refused_with_the_name_that_it_needs(tmp_path, text):
     path = tmp_path / "data.jsonl"
     path.write_text(text)
-    with pytest.raises(ConfigurationError, match=r"line 1: .* must have a name that ends in \.json"):
+    with pytest.raises(ConfigurationError, match=r"line 1: .* its name must end in \.json"):
         rows_of(path)
     assert len(rows_of(path.rename(tmp_path / "data.json"))) == 2
