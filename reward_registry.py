@@ -187,8 +187,8 @@ REWARD_ADAPTERS: dict[RewardType, Any] = {
     RewardType.ENVIRONMENT: played.environment,  # the reward that the run's environment itself gives
     RewardType.ENVIRONMENT_TURNS: played.environment_turns,
     RewardType.UNSCORED: unscored.unscored,
-    # Remote judges are settings and not functions. Without a `url`, the run's options name the servers. For the first
-    # three these are --judge-urls, or the servers of --judge-model. The last one has another protocol and uses
+    # Remote judges are settings and not functions. A judge without a `url` uses the servers of the run's options. The
+    # first three judges use --judge-urls, or the servers of --judge-model. HTTP_SCORER has another protocol, and uses
     # --http-scorer-urls.
     RewardType.LLM_JUDGE: LLMJudge(model="judge"),
     RewardType.GENERATIVE_RM: GenerativeRM(model="judge", yes_no=True),

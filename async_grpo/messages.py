@@ -211,7 +211,7 @@ class SharedRunSettings:
     unsampled_token_ids: tuple[int, ...] = ()
     most_images: int = 0  # highest number of images in one prompt
     image_processor: str = ""  # class of the trainer's image processor; "" if the model reads no images
-    # Fingerprint of each teacher that a logprob worker holds, by kind of worker
+    # Fingerprint of each teacher that a logprob worker loads, by kind of worker
     teacher_fingerprints: Mapping[str, str] = field(default_factory=dict)
     truncation: Truncation | None = None  # None if tokens are sampled among all tokens
     # Text of the canary that has an image; None if the model reads no images, or if the text does not fit its context
@@ -228,9 +228,9 @@ class WorkerInfo:
     # Number of sequences that the worker accepts at once: `EngineOptions.max_sequences` for a generation worker, and
     # `inference.config.UNLIMITED` for a logprob worker
     max_sequences: int
-    # Number of tokens that the worker can hold at once: in the KV cache of a generation worker, or in one forward pass
+    # Number of tokens that the worker can keep at once: in the KV cache of a generation worker, or in one forward pass
     # of a logprob worker
     max_tokens: int
-    world_size: int = 1  # number of the worker's processes (GPUs), each of which holds a shard of the weights
+    world_size: int = 1  # number of the worker's processes (GPUs), each of which has a shard of the weights
     # `--reward-fns` of the worker; "" if it has none. The rewards of a run may be named there instead of at the trainer
     rewards: str = ""

@@ -187,7 +187,7 @@ class Engines(Protocol):
 
     @property
     def members(self) -> Mapping[str, int]:
-        """Return the workers of the current sync: worker id -> number of processes that hold its weights.
+        """Return the workers of the current sync: worker id -> number of processes that have its weights.
 
         Workers that `fence` has excluded are not included.
         """
@@ -234,7 +234,7 @@ class Engine(Protocol):
     `--engine` selects it: a name of `inference.config.ENGINES`, or FILE.py:NAME of a user's own class.
     """
 
-    # Number of tokens that the engine can hold at once, from which the registry of workers computes the engine's load
+    # Number of tokens that the engine can keep at once, from which the registry of workers computes the engine's load
     kv_cache_tokens: int
 
     @classmethod
@@ -253,7 +253,7 @@ class Engine(Protocol):
         An engine without it serves a language model, whose folder the worker compares with the trainer's.
 
         Raises:
-            ConfigurationError: The folder holds another model.
+            ConfigurationError: The folder contains another model.
         """
 
     async def finish_start(self) -> None:

@@ -4,7 +4,7 @@
 
 `MicroBatch` and `StepEnd` are in `messages`. Each rank of the training gets its own micro-batches, and every StepEnd.
 
-A *group* holds all completions of one prompt. A completion is usually one answer. With an environment it is a
+A *group* contains all completions of one prompt. A completion is usually one answer. With an environment it is a
 *trajectory*: the policy generates several *turns*, and the environment (a game, tools, an agent's program) answers
 between them. The tokens of a trajectory form one *sequence* as long as each turn continues the text before it. A turn
 whose history was rewritten, for example summarised by an agent, begins a new sequence.
@@ -134,7 +134,7 @@ class Outcome:
 class Completion(Tokens):
     """What the policy generated for one prompt: one answer, or the turns of a trajectory end to end.
 
-    The arrays hold sampled tokens only, so that tokens of the prompt or of an environment cannot be trained on or
+    The arrays contain sampled tokens only, so that tokens of the prompt or of an environment cannot be trained on or
     counted.
     """
 
@@ -204,7 +204,7 @@ class Sampling:
 
 @dataclass
 class Session:
-    """Routing state of a trajectory. All its turns go to the same worker, whose prefix cache holds their history."""
+    """Routing state of a trajectory. All its turns go to the same worker, whose prefix cache contains their history."""
 
     member: int  # index of the trajectory in its group
     turn: int = 0  # number of the next turn

@@ -1,4 +1,4 @@
-"""Turn rewards, a mask and group ids into advantages: the estimators by name, and the rules that hold for all of them.
+"""Turn rewards, a mask and group ids into advantages: the estimators by name, and the rules that apply to all of them.
 
 The rules ensure two things. A missing or non-finite reward never changes a baseline. An estimator that compares samples
 within their group gives no advantage to a sample that is alone in its group.
@@ -7,7 +7,7 @@ within their group gives no advantage to a sample that is alone in its group.
   an estimator that does not compare within groups (`Estimator.needs_group` is False), they are all valid rows with an
   unmasked token. All other rows get advantages of 0, and do not count in the statistics of group and batch.
 - Values at masked positions and in invalid rows may be anything, including NaN, and do not affect the result. The same
-  holds for rewards at tokens where a `step_mask` or one of the `masks` is False.
+  applies to rewards at tokens where a `step_mask` or one of the `masks` is False.
 - The advantages at masked positions, and of rows that do not participate, are zero.
 - Statistics are float64, and a standard deviation has ddof 1. Equal rewards give exactly zero, not rounding noise.
 - Advantages are finite. An intermediate value that overflows raises a ValueError, as does an advantage that is too
@@ -161,10 +161,10 @@ class Estimator:
 
         Args:
             rewards: A tensor, or a dict by name where the estimator takes several rewards.
-            mask: True at the tokens that are trained on. If a column stands for several tokens, the mask holds their
+            mask: True at the tokens that are trained on. If a column stands for several tokens, the mask contains their
                 number. For example, rewards (B, 1) of whole samples come with a mask (B, 1) of their lengths.
             group_ids: Equal for the rows of one prompt.
-            valid: False where the reward is missing; a row with False may hold NaN.
+            valid: False where the reward is missing; a row with False may contain NaN.
             options: Scalar options of the estimator, and inputs such as `baselines` (B,), `values` (B, T) and
                 `step_mask` (B, T).
 

@@ -7,7 +7,7 @@ import torch
 from jaxtyping import Bool, Float, Float64, Shaped
 from torch import Tensor
 
-# Largest magnitude of rewards, baselines and values. float64 can hold their squares, and sums of the squares
+# Largest magnitude of rewards, baselines and values. float64 can represent their squares, and sums of the squares
 LARGEST = 1e100
 SINGLE_REWARD = "reward"  # name of a reward that was passed as a tensor without a name
 

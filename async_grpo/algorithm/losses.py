@@ -1,6 +1,6 @@
 """Per-token policy losses by name. A user's own loss is selected by `FILE.py:NAME`.
 
-Masked positions may hold anything, including NaN and inf. These values are replaced *before* the computation, because
+Masked positions may contain anything, including NaN and inf. These values are replaced *before* the computation, because
 the gradient of `where(mask, f(x), 0)` is 0 * inf = NaN if f overflows at a masked x. Every loss reports `ratio_mean`
 and `ratio_max`. A loss with a clip also reports `clip_frac_low` and `clip_frac_high` (`topr` only `clip_frac_high`),
 which are 1 at every clipped token. Other modules decide by the attributes of a loss, and never by its name.
@@ -40,7 +40,7 @@ class PolicyLoss:
         idle_at_ratio_one: The loss pulls the policy towards the old policy. This pull is 0 if both policies are equal.
         scores: (batch, sums, token_keys, **settings) -> the score of each token. The tokens with the highest scores in
             the whole minibatch become `selected`. `sums` (3,) are the `covariance.token_sums` of the minibatch.
-            `token_keys` is None or holds a distinct number for each token. A function whose scores are random computes
+            `token_keys` is None or contains a distinct number for each token. A function whose scores are random computes
             them from these numbers. A loss that selects no tokens has None in place of this function.
     """
 

@@ -6,7 +6,7 @@ which sampled the token.
 - A token of weight 0 still counts in the loss's denominator. A rejected token does not.
 - All computations are without gradient and in float64. Padded rows and packed sequences give the same results.
 - The sums and counts of parts of a batch add up, if each part consists of whole sequences.
-- Masked positions may hold anything. A token whose x is NaN gets the weight NaN and is not rejected, so that the
+- Masked positions may contain anything. A token whose x is NaN gets the weight NaN and is not rejected, so that the
   trainer notices the NaN and skips the step.
 """
 
@@ -41,7 +41,7 @@ REJECTION_STATISTICS: dict[str, tuple[str, str]] = {
 LEVELS = ("token", "sequence")
 MODES = ("truncate", "mask")
 
-# The middle bin of the histogram holds |x| up to this value, and stands for a ratio of exactly 1
+# The middle bin of the histogram contains |x| up to this value, and stands for a ratio of exactly 1
 FINEST_LOG_RATIO = 1e-4
 BINS_PER_SIDE = 256
 NUM_BINS = 2 * BINS_PER_SIDE + 1
@@ -317,7 +317,7 @@ def ratio_histogram(
 ) -> Num[Tensor, " bins"]:
     """Return a histogram of the log ratios x of unmasked tokens, in NUM_BINS bins. NaN is not counted.
 
-    The middle bin holds |x| <= 1e-4. On each side follow 256 bins, each 4.9 % wide, up to |x| = 20. Larger values are
+    The middle bin counts |x| <= 1e-4. On each side follow 256 bins, each 4.9 % wide, up to |x| = 20. Larger values are
     counted in the last bin.
     """
     x = clamp_log_ratio(log_ratio(logprobs, behaviour_logprobs, mask)).flatten()

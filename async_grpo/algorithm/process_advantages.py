@@ -74,7 +74,7 @@ def gae_returns(
 
     Schulman et al. 2016, "Generalized Advantage Estimation", eq. 16, over the unmasked tokens of a row. The value after
     the last unmasked token is 0. The returns are the targets of the critic. The results carry no gradient, and masked
-    inputs may hold anything. `lam` is one number, or one for each row.
+    inputs may contain anything. `lam` is one number, or one for each row.
     """
     used = mask.bool()
     used_rewards = torch.where(used, rewards, 0).double()
@@ -125,7 +125,7 @@ def value_loss(
     """Return (per-token loss, metrics), with the loss 1/2 max((V - R)^2, (clip(V, V_old - clip, V_old + clip) - R)^2).
 
     V are the critic's values, R the returns. This is the value loss of PPO's reference implementation (OpenAI
-    baselines, ppo2). With an infinite clip it is 1/2 (V - R)^2. Where the mask is False, inputs may hold anything, and
+    baselines, ppo2). With an infinite clip it is 1/2 (V - R)^2. Where the mask is False, inputs may contain anything, and
     loss and metrics are 0. Only `values` gets a gradient. A token counts as clipped, and has no gradient, if the
     clipped error is the larger one. V has then moved from V_old towards R by more than `clip`. The caller averages the
     metrics over tokens. `value_error` is V - R.

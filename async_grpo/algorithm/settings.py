@@ -23,7 +23,7 @@ def parse_settings(flag: str, text: str, defaults: Mapping[str, Any], owner: str
     """Return the options in a text of assignments (NAME=VALUE,NAME=VALUE), by name.
 
     Args:
-        flag: Name of the option that holds the text.
+        flag: Name of the option that contains the text.
         text: The assignments.
         defaults: Options of the estimator or loss, and their defaults.
         owner: The estimator or loss, for the error messages.

@@ -40,7 +40,7 @@ class TeacherAddress(NamedTuple):
 
 
 def teacher_kind(name: str) -> str:
-    """Return the kind of the logprob workers that hold the frozen teacher with this name.
+    """Return the kind of the logprob workers that compute with the frozen teacher with this name.
 
     >>> teacher_kind(""), teacher_kind("math")
     ('teacher', 'teacher:math')
@@ -153,7 +153,7 @@ class TeacherConfig(Section):
 
     @property
     def teacher_servers(self) -> dict[str, TeacherAddress]:
-        """Return the teachers that servers hold, by name.
+        """Return the teachers that run on servers, by name.
 
         >>> TeacherConfig(teacher="qwen@http://127.0.0.1:8000/v1").teacher_servers
         {'': TeacherAddress(url='http://127.0.0.1:8000/v1', model='qwen')}
@@ -168,7 +168,7 @@ class TeacherConfig(Section):
 
     @property
     def teacher_kinds(self) -> dict[str, str]:
-        """Return the kind of logprob worker that holds each teacher, by name, for the teachers without a server."""
+        """Return the kind of logprob worker that computes with each teacher, by name, for the teachers without a server."""
         kinds = {}
         for name, value in self.teachers.items():
             if name not in self.teacher_servers:
@@ -177,7 +177,7 @@ class TeacherConfig(Section):
 
     @property
     def teacher_folders(self) -> dict[str, str]:
-        """Return the folder of each teacher that is loaded from a folder, by kind of the logprob worker that holds it."""
+        """Return the folder of each teacher that is loaded from a folder, by kind of its logprob worker."""
         folders = {}
         for name, kind in self.teacher_kinds.items():
             if self.teachers[name] not in (SELF, INITIAL):

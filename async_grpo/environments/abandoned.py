@@ -1,7 +1,7 @@
 """Turns that an agent threw away: retries, resampled turns, and choices of `n` that it did not use.
 
 For example, an agent samples turns A and B after the same history, and its next request continues B. Then A is abandoned.
-In general, turn A is abandoned if three conditions hold:
+In general, turn A is abandoned if three conditions are met:
 
 - another turn B was sampled after exactly the same history,
 - a request that came after both A and B continued B,

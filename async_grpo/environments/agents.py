@@ -50,7 +50,7 @@ class AgentFailed(RuntimeError):
 
 
 class _Agent:
-    """Common base of the programs below. It holds the endpoint, and a command with its environment variables."""
+    """Common base of the programs below. It contains the endpoint, and a command with its environment variables."""
 
     def __init__(
         self,
@@ -81,7 +81,7 @@ class _Agent:
         """
         endpoint_variables = {"OPENAI_BASE_URL": self._endpoint.base_url, "OPENAI_API_KEY": key}
         # Input and output are not asyncio's own pipes, because asyncio would consider the process as running while any
-        # other process holds its pipes. The output is a socket instead of a pipe, because uvloop closes the descriptor
+        # other process has its pipes open. The output is a socket instead of a pipe, because uvloop closes the descriptor
         # of a pipe twice, and the second time the descriptor may already belong to another file.
         parent_socket, child_socket = socket.socketpair()
         with child_socket, tempfile.TemporaryFile() as standard_input:

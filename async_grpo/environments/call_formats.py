@@ -1,13 +1,13 @@
 """How model families write thoughts and tool calls, for the families whose formats are read in this process.
 
-All other formats are read by vLLM's tool parsers, in a process of their own (`call_reader`). The three formats here are
+All other formats are read by vLLM's tool parsers, in a separate process (`call_reader`). The three formats here are
 not left to vLLM because
 
 - `hermes` is the most frequent one, and reading it here saves the start of that process,
 - vLLM reads `openai` (gpt-oss) only from the token ids of that family's own vocabulary, which it downloads,
 - vLLM reads `cohere_command3` only with a package that is not installed with it.
 
-The functions take linear time. A regular expression would hold Python's lock while it searches a long text.
+The functions take linear time. A regular expression would keep Python's lock while it searches a long text.
 """
 
 import json

@@ -2,7 +2,7 @@
 
 The format is that of the chat template, unless the user names a parser. It is found by rendering a call with the
 template and by looking for a reader that reads it correctly: first the formats that are read in this process
-(`call_formats`), then vLLM's tool parsers, in a process of their own (`inference.tool_parsers`).
+(`call_formats`), then vLLM's tool parsers, in a separate process (`inference.tool_parsers`).
 """
 
 import asyncio

@@ -91,7 +91,7 @@ class Chat:
 
     @cached_property
     def opening_of_turn(self) -> str:
-        """The text with which the prompt opens the policy's turn, such as a tag for thoughts; "" if there is none."""
+        """Return the text with which the prompt opens the policy's turn, such as a tag for thoughts, or ""."""
         try:
             return opening_of_turn(self.prompts, [begin for begin, _ in THOUGHT_TAGS])
         except ConfigurationError:

@@ -1,6 +1,6 @@
 """`OutputGrammars`: the grammars that engines enforce in turns whose form a request requires.
 
-A grammar is made and compiled in a process of its own (`inference.output_grammars`), before an engine sees it.
+A grammar is made and compiled in a separate process (`inference.output_grammars`), before an engine sees it.
 """
 
 import asyncio

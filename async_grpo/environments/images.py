@@ -1,7 +1,7 @@
 """Read, check and store the images in conversations of environments and agents, and expand their placeholders.
 
-Messages hold images as data URLs. Before a conversation is rendered, each image becomes an IMAGE_PART, for which the chat
-template writes one placeholder, and an `ImageReference`, which travels with the tokens to engine and trainer.
+Images in messages are data URLs. Before a conversation is rendered, each image becomes an IMAGE_PART, for which the chat
+template writes one placeholder, and an `ImageReference`, which engine and trainer get together with the tokens.
 """
 
 import asyncio

@@ -120,7 +120,7 @@ class ExperienceBatcher:
         self._num_set_aside_in_a_row = 0  # number of prompts set aside since the last finished group
 
     async def start(self) -> None:
-        """Start generating, or continue after `restore`. The engines must hold the policy of the next training step."""
+        """Start generating, or continue after `restore`. The engines must have the policy of the next training step."""
         self.utilization.take()  # discards the time before the start, in which the engines could not work
         await self._images.write_all(group.prompt for group in self._alive.values())
         for number, group in self._alive.items():
@@ -156,7 +156,7 @@ class ExperienceBatcher:
             message_task.cancel()
 
     async def _next_message(self, rank: int) -> Message:
-        # While `_offer` holds the lock, it uses the packer. It feeds the queues afterwards
+        # While `_offer` has the lock, it uses the packer. It feeds the queues afterwards
         if not self._offer_lock.locked():
             self._feed()
         message = await self._queues[rank].get()

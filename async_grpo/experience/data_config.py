@@ -1,4 +1,4 @@
-"""The options that say which columns of a data file hold the prompt and the answer."""
+"""The options that say which columns of a data file contain the prompt and the answer."""
 
 from dataclasses import dataclass
 from functools import partial

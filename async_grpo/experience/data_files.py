@@ -224,7 +224,7 @@ def _listed_rows(path: Path, value: Any) -> list[Any]:
     """Return the rows in the value of a JSON file.
 
     Raises:
-        ConfigurationError: The value holds no rows, or it is unclear which of its values are the rows.
+        ConfigurationError: The value contains no rows, or it is unclear which of its values are the rows.
     """
     if isinstance(value, list):
         return value

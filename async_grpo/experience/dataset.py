@@ -119,7 +119,7 @@ def _refuse_images(row: Any, image_prompts: ImagePrompts | None) -> None:
 
 
 def _without_tokens(row: Mapping[str, Any]) -> str:
-    """Return the message for a row whose prompt is empty. It names the columns that may hold the question."""
+    """Return the message for a row whose prompt is empty. It names the columns that may contain the question."""
     names = [name for name in names_like_prompts(row) if row[name]]
     hint = f"; if {names[0]} is the question: --prompt-column {names[0]}" if names else ""
     return f"a prompt of 0 tokens, because it is empty: write the question, or drop the row{hint}"

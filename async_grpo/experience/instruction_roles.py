@@ -75,7 +75,7 @@ class InstructionRoles:
             if not self._problem((role,), tools):
                 return [{"role": role, "content": joined}]
         if "developer" not in _roles_of(messages):
-            # The template may refuse these system messages with an error of its own. If it leaves them out, a warning
+            # The template may refuse these system messages: it raises an error later. If it leaves them out, a warning
             # is logged elsewhere
             return messages
         raise ConfigurationError(

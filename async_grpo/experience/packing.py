@@ -132,7 +132,7 @@ class Packer:
 
         while position < len(self._waiting):
             candidate = self._waiting[position]
-            # Highest number of tokens that a rank may already hold if the sample is to fit
+            # Highest number of tokens that a rank may already have if the sample is to fit
             max_load_tokens = self.max_tokens - candidate.length
             fitting_loads = [load for load in loads if load.num_tokens <= max_load_tokens]
             if not fitting_loads:

@@ -1,4 +1,4 @@
-"""`PromptOptions`: how messages become text. The same options hold for training, evaluation and environments."""
+"""`PromptOptions`: how messages become text. The same options apply to training, evaluation and environments."""
 
 import os
 from dataclasses import dataclass

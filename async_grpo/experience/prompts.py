@@ -96,7 +96,7 @@ class PromptRenderer:
 
     @cached_property
     def _tests_for_none(self) -> bool:
-        """Whether the template expects none, and not an empty text, as the content of messages with tool calls."""
+        """Return whether the template expects none instead of an empty text as the content of messages with calls."""
         return TESTS_FOR_NONE.search(self._template_text) is not None
 
     def _roles_in_template(self) -> list[str]:
@@ -369,7 +369,7 @@ class PromptRenderer:
         template are set, because they have no effect.
 
         Args:
-            has_environment: Whether the run has an environment, which renders messages of its own.
+            has_environment: Whether the run has an environment, which makes messages, too.
         """
         if self._has_rendered_rows:
             return

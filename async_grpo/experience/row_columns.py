@@ -1,4 +1,4 @@
-"""`ColumnMap`: finds the columns that hold a row's prompt and answer, and gives them the names that the library reads."""
+"""`ColumnMap`: finds the columns of a row's prompt and answer, and gives them the names that the library reads."""
 
 import json
 import math
@@ -141,7 +141,7 @@ def _refuse_speakers(
         row: The row.
         paths: Dotted paths. The first one at which the row has a value is used.
         flag: The option that names the paths.
-        is_no: The end of the error message. It says what a message from such a speaker is not, and what to do.
+        is_no: The end of the error message, after "so it is no": "answer: name the message of gpt", for example.
     """
     path = next(path for path in paths if not is_missing(value_at(row, path)))
     message_path, _, field = path.rpartition(".")

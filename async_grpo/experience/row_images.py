@@ -18,9 +18,9 @@ from async_grpo.processes.untrusted_files import read_bytes
 
 IMAGE_COLUMNS = ("images", "image")  # columns with the images of a row; the first that a row has is used
 IMAGE_TEXT = IMAGE_PLACEHOLDER  # text in a message that stands for the next image of IMAGE_COLUMNS
-# Values of `type` of the parts of a message that hold an image
+# Values of `type` of the parts of a message that contain an image
 IMAGE_KINDS = ("image", "image_url", "input_image")
-# Fields of an image part that may hold the image. A part without any of them gets the next image of IMAGE_COLUMNS
+# Fields of an image part that may contain the image. A part without any of them gets the next image of IMAGE_COLUMNS
 IMAGE_FIELDS = ("image", "image_url", "url", "path", "bytes", "base64", "data")
 DATA_URL = re.compile(r"data:([^;,]{0,100})(;base64)?,")
 SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]{1,20})://")
@@ -198,7 +198,7 @@ def image_value(part: Mapping[str, Any]) -> Any:
 
 
 def image_path(source: Any, folder: Path) -> Path | None:
-    """Return the path of an image that is a file; None if the row holds the image itself.
+    """Return the path of an image that is a file; None if the row contains the image itself.
 
     Args:
         source: The image as it stands in the row.

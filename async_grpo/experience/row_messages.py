@@ -284,7 +284,7 @@ def row_tools(row: Mapping[str, Any]) -> list[dict[str, Any]] | None:
     """
     tools = row.get("tools")
     if isinstance(tools, str) and tools.strip():
-        # Parquet files hold such lists as text, because the schemas of different tools have different fields
+        # Parquet files contain such lists as text, because the schemas of different tools have different fields
         with suppress(ValueError):
             tools = parse_json(tools)
     if not tools:

@@ -8,9 +8,9 @@ from async_grpo.experience.column_paths import MISSING, is_missing, value_at
 from async_grpo.options.fields import refuse
 
 TOKENS = "input_token_ids"
-# Columns that hold a prompt if no option names another. docs/your-data.md says which one is used if a row has several
+# Columns that contain a prompt if no option names another. docs/your-data.md says which one is used if a row has several
 PROMPT_COLUMNS = (TOKENS, "messages", "prompt", "input")
-# Columns of other libraries and of public data sets that hold a question
+# Columns of other libraries and of public data sets that contain a question
 PROMPT_LIKE = (
     "question",
     "problem",
@@ -164,7 +164,7 @@ def unread_parts(row: Mapping[str, Any]) -> list[str]:
 
 
 def refuse_placeholders(row: Mapping[str, Any], *, reads_images: bool = False) -> None:
-    """Raise ConfigurationError if a prompt says where an image, a video or a sound belongs, and a column holds it.
+    """Raise ConfigurationError if a prompt says where an image, a video or a sound belongs, and a column contains it.
 
     Args:
         row: The row.
@@ -182,7 +182,7 @@ def refuse_placeholders(row: Mapping[str, Any], *, reads_images: bool = False) -
 
 
 def without_images(row: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a row without the columns that hold its images."""
+    """Return a row without the columns that contain its images."""
     return {name: value for name, value in row.items() if name not in PLACEHOLDERS[IMAGE_PLACEHOLDER]}
 
 

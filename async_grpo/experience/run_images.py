@@ -20,7 +20,7 @@ class ImageSource:
     """Where the content of an image of the data set comes from.
 
     Attributes:
-        path: Absolute path of its file; None if the row holds the image itself.
+        path: Absolute path of its file; None if the row contains the image itself.
         value: The image as it stands in the row; None if it is a file.
     """
 

@@ -87,7 +87,7 @@ def check_column(column: str | None, rows: Iterable[Mapping[str, Any]]) -> None:
 
 
 def checked_means(content: Any) -> dict[str, float]:
-    """Return the means that a checkpoint holds.
+    """Return the means that a checkpoint contains.
 
     Raises:
         ValueError: They are not finite numbers by key.

@@ -38,7 +38,7 @@ from async_grpo.types import (
     Verdict,
 )
 
-MAX_STATE_BYTES = 4 << 30  # largest experience.json that is read; it holds the texts of all groups alive
+MAX_STATE_BYTES = 4 << 30  # largest experience.json that is read; it contains the texts of all groups alive
 GROUP_NUMBERS = ("number", "ordinal", "question", "resampled")
 # Errors that JSON, safetensors and the checks of our own records raise for files with arbitrary contents
 UNREADABLE = (SafetensorError, OSError, ValueError, LookupError, TypeError, AttributeError, AssertionError)

@@ -313,7 +313,7 @@ class EngineUtilization:
         self._seconds = {True: 0.0, False: 0.0}
 
     def set(self, *, sequences: int, free_slots: int) -> None:
-        """Record the numbers of unfinished sequences and free slots, which hold from now on."""
+        """Record the numbers of unfinished sequences and free slots, which are valid from now on."""
         now = self._clock()
         self._seconds[self._is_allowed] += now - self._since
         self._since = now

@@ -21,7 +21,7 @@ ROWS_AT_ONCE = 256  # number of rows that are decoded at the same time
 # Files in a folder that `save_to_disk` of `datasets` wrote
 SAVED_FILES = ("dataset_dict.json", "state.json")
 TEXT_SUFFIXES = (".jsonl", ".ndjson", ".json", ".csv", ".tsv")
-# Files that describe a data set and hold none of its rows. They are skipped, although their names end in .json
+# Files that describe a data set and contain none of its rows. They are skipped, although their names end in .json
 INFORMATION_FILES = (*SAVED_FILES, "dataset_info.json", "dataset_infos.json")
 log = logging.getLogger(__name__)
 
@@ -30,7 +30,7 @@ def parquet_rows(path: Path, file: BinaryIO) -> Iterator[tuple[str, Any]]:
     """Yield (file and row number as text, row) for each row of a Parquet file.
 
     Raises:
-        ConfigurationError: The packages of the extra `data` are missing, the file is not Parquet, or a row holds values
+        ConfigurationError: The packages of the extra `data` are missing, the file is not Parquet, or a row contains values
             that cannot be written as JSON.
     """
     parquet = imported("pyarrow.parquet", f"{path} is a Parquet file")
@@ -58,7 +58,7 @@ def dataset_rows(path: str, read_file: ReadFile) -> Iterator[tuple[str, Any]]:
         read_file: Yields (file and line number as text, row) for each row of a file of text in the folder.
 
     Raises:
-        ConfigurationError: The package is missing, there is no such data set, it has several splits, or a row holds
+        ConfigurationError: The package is missing, there is no such data set, it has several splits, or a row contains
             values that cannot be written as JSON.
     """
     name, *selection = path.split(":")

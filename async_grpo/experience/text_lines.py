@@ -1,4 +1,4 @@
-"""Read the lines of a data file as text. For other files, the error says what they are, such as packed or UTF-16."""
+"""Read the lines of a data file as text. If a file is no UTF-8 text, the error names what it is."""
 
 import codecs
 import json

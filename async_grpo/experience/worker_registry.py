@@ -16,7 +16,7 @@ from async_grpo.messages import WorkerInfo
 from async_grpo.options.fields import refuse
 from async_grpo.options.source_file import find_entry
 
-# A request goes to the worker whose prefix cache holds its beginning, unless the load of that worker exceeds the lowest
+# A request goes to the worker whose prefix cache contains its beginning, unless the load of that worker exceeds the lowest
 # load by more than this. A load of 1.0 means that all of a worker's places or tokens are in use
 AFFINITY = 0.25
 
@@ -26,7 +26,7 @@ class Member:
     """A registered worker and its load."""
 
     info: WorkerInfo
-    active: bool = False  # whether the worker gets work; False until it holds the current weights
+    active: bool = False  # whether the worker gets work; False until it has the current weights
     is_leaving: bool = False  # whether the worker is about to end and gets no new work
     sequences: int = 0  # number of unfinished sequences
     tokens: int = 0  # number of tokens of the unfinished sequences, as estimated at their admission
@@ -91,7 +91,7 @@ class WorkerRegistry:
         self.grace_s = grace_s
         self._policy = policy
         self._members: dict[str, Member] = {}
-        # held by the first waiting caller of `acquire`, so that callers are served in order
+        # taken by the first waiting caller of `acquire`, so that callers are served in order
         self._turn = asyncio.Lock()
         self._wanted = 1  # number of sequences that the first waiting caller needs
         self._changed = asyncio.Event()  # set when the first waiting caller should try again
@@ -125,7 +125,7 @@ class WorkerRegistry:
         self._members_changed()
 
     def activate(self, worker_id: str) -> None:
-        """Start giving work to a worker that holds the current weights, unless it is leaving."""
+        """Start giving work to a worker that has the current weights, unless it is leaving."""
         member = self._members[worker_id]
         member.active = not member.is_leaving
         self._members_changed()
@@ -169,7 +169,7 @@ class WorkerRegistry:
         Args:
             sequences: Number of sequences.
             tokens_each: Estimated length of each sequence, in tokens.
-            prefers: Id of the worker whose cache holds the beginning of the sequences, if any. That worker is chosen
+            prefers: Id of the worker whose cache contains the beginning of the sequences, if any. That worker is chosen
                 unless its load is much higher than that of another worker.
 
         Raises:

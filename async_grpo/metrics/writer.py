@@ -49,10 +49,10 @@ def claim(folder: Path, mark: str | None = None, *, may_hold_run: bool = False) 
         folder: The folder.
         mark: Name of a marker file. A folder with this file is emptied, and any other folder that is not empty is
             refused.
-        may_hold_run: Whether the folder may already hold a run, which then continues.
+        may_hold_run: Whether the folder may already contain a run, which then continues.
 
     Raises:
-        ConfigurationError: The folder cannot be written to, another run writes to it, or it holds something that must
+        ConfigurationError: The folder cannot be written to, another run writes to it, or it contains something that must
             not be replaced.
     """
     flag = f"--output-dir {folder}"
@@ -179,7 +179,7 @@ def options_of(folder: Path) -> dict[str, Any]:
     """Return the parameters of the run in a folder: its options, and the facts that `config.run.FACTS` names.
 
     Raises:
-        ConfigurationError: The folder holds no run, or its parameters cannot be read.
+        ConfigurationError: The folder contains no run, or its parameters cannot be read.
     """
     path = folder / PARAMS_FILE
     refuse(not path.exists(), f"{folder} holds no run ({PARAMS_FILE})")

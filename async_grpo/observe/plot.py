@@ -196,8 +196,8 @@ def _grouped(paths: list[Path], names: Sequence[str]) -> dict[str, list[RunMetri
 
     Args:
         paths: Folders of runs, or metrics files.
-        names: Texts `NAME=GLOB`. A run belongs to the first name whose glob matches its path. If none does, the run is
-            a curve of its own.
+        names: Texts `NAME=GLOB`. A run belongs to the first name whose glob matches its path. If none does, the
+            run becomes a separate curve.
 
     Raises:
         ConfigurationError: A run cannot be read, or a glob matches no run.

@@ -56,7 +56,7 @@ class RunMetrics:
 
     @cached_property
     def options(self) -> dict[str, Any]:
-        """The run's options by key, from `training_params.json` in the same folder; {} if there is no such file.
+        """Return the run's options by key, from `training_params.json` in the same folder; {} if there is no such file.
 
         Raises:
             ConfigurationError: The file cannot be read.
@@ -80,7 +80,7 @@ class RunMetrics:
 
     @cached_property
     def plottable_keys(self) -> list[str]:
-        """The keys that hold a finite number in at least one step."""
+        """Return the keys that have a finite number in at least one step."""
         return [key for key in self.keys if np.isfinite(self.column(key)).any()]
 
     def column(self, key: str) -> np.ndarray:

@@ -43,7 +43,7 @@ class RunView:
     """The content of a run's folder.
 
     The options are read once. All other files are read at each call, because a run may still write them. Methods that
-    need the options raise ConfigurationError if the folder holds no run.
+    need the options raise ConfigurationError if the folder contains no run.
     """
 
     def __init__(self, folder: Path) -> None:

@@ -8,7 +8,7 @@ from async_grpo.experience.plain_values import data_url, image_type
 from async_grpo.processes.image_files import RUN_IMAGES, is_digest
 from async_grpo.processes.untrusted_files import open_inside, read_bounded
 
-# Limits of the page's size, because a browser holds the whole page in memory
+# Limits of the page's size, because a browser keeps the whole page in memory
 MAX_IMAGE_BYTES = 4 << 20
 MAX_PAGE_BYTES = 64 << 20
 

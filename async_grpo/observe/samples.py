@@ -24,7 +24,7 @@ from async_grpo.observe.sample_images import images_of_samples
 from async_grpo.options.fields import POSITIVE, Section, option, refuse, required
 from async_grpo.training.record import record_folder, recorded_completions
 
-# Limits of the page's size, because a browser holds the whole page in memory
+# Limits of the page's size, because a browser keeps the whole page in memory
 MAX_TOKENS = 500_000
 MAX_CHARACTERS = 40_000_000
 # Errors that can occur when the record or the tokenizer of an untrusted run is read. The page then shows no tokens
@@ -48,7 +48,7 @@ def write_samples_page(config: SamplesConfig) -> None:
     """Write a page that shows the samples of a run.
 
     Raises:
-        ConfigurationError: The folder holds no run, the run wrote no samples, or the page cannot be written.
+        ConfigurationError: The folder contains no run, the run wrote no samples, or the page cannot be written.
     """
     text = samples_page(config)
     # A lone surrogate cannot be encoded in UTF-8, so it is written as an escape sequence of JSON
@@ -60,10 +60,10 @@ def write_samples_page(config: SamplesConfig) -> None:
 
 
 def samples_page(config: SamplesConfig) -> str:
-    """Return a page (HTML) with the newest samples, at most as many as a browser can hold.
+    """Return a page (HTML) with the newest samples, at most as many as a browser can show.
 
     Raises:
-        ConfigurationError: The folder holds no run, or the run wrote no samples.
+        ConfigurationError: The folder contains no run, or the run wrote no samples.
     """
     run = RunView(Path(config.path))
     rows = [] if config.evaluation else run.samples(config.limit)

@@ -42,7 +42,7 @@ def status(config: StatusConfig) -> None:
     """Show the state of a run. On a terminal the state is updated until the run ends.
 
     Raises:
-        ConfigurationError: The folder holds no run.
+        ConfigurationError: The folder contains no run.
     """
     run = RunView(Path(config.path))
     console = Console()

@@ -53,7 +53,7 @@ def watch(config: WatchConfig) -> None:
     """Serve the page until Ctrl-C.
 
     Raises:
-        ConfigurationError: The folder holds no run, or the address cannot be listened on.
+        ConfigurationError: The folder contains no run, or the address cannot be listened on.
     """
     try:
         web.run_app(
@@ -74,11 +74,11 @@ def application(config: WatchConfig) -> web.Application:
     """Return the web application with the paths `/`, `/data?since=BYTE` and `/samples`.
 
     Raises:
-        ConfigurationError: The folder holds no run.
+        ConfigurationError: The folder contains no run.
     """
     bound_logs()
     folder = Path(config.path)
-    # If the folder holds no run, this raises an error now, and not at the browser's first request
+    # If the folder contains no run, this raises an error now, and not at the browser's first request
     _ = RunView(folder).total_steps
     template = (resources.files("async_grpo.observe") / "watch.html").read_text(encoding="utf-8")
 

@@ -33,10 +33,10 @@ def why(config: WhyConfig) -> None:
     If a live run has reported no stall yet, it is asked to report what it waits for.
 
     Raises:
-        ConfigurationError: The folder holds no run.
+        ConfigurationError: The folder contains no run.
     """
     run = RunView(Path(config.path))
-    _ = run.options  # raises an error if the folder holds no run
+    _ = run.options  # raises an error if the folder contains no run
     pid = run.writer_process()
     if pid is None:
         print(headline(run, run.metrics(2)))

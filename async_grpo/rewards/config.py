@@ -52,7 +52,7 @@ FOLDER_REWARD_OPTIONS: dict[str, float | None] = {
     "all_or_nothing": None,
     "cache_tokens": None,
     "case": None,
-    "judge": None,  # the name of a shipped reward
+    "judge": None,  # option of `length`; only names of shipped rewards are accepted
     "max_tokens": None,
     "memory_mb": 1024.0,
     "pattern": None,  # any pattern is safe, because the search has a time limit

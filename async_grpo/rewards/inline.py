@@ -32,4 +32,4 @@ class InlineReward:
         return AdapterResult(self._name, **fields_of(answer), latency_s=time.monotonic() - started_at)
 
     async def close(self) -> None:
-        """Do nothing, because this worker holds no resources."""
+        """Do nothing, because this worker has no resources."""

@@ -68,7 +68,7 @@ class Budget:
         self._num_refused = 0
         self._is_paused = False
         self._is_record_broken = False
-        self._turn = asyncio.Lock()  # held by the first of the waiting calls
+        self._turn = asyncio.Lock()  # taken by the first of the waiting calls
         self._changed = asyncio.Event()  # set when a call has ended or the limit has changed
         self._path = Path(path) if path else None
         if self._path:
@@ -129,9 +129,9 @@ class Budget:
         return self._limit * (1 + ROUNDING) - self.spent
 
     def _read_raised_limit(self, record_path: Path) -> None:
-        """Raise the limit if the `.limit` file in the folder of the record holds a higher number."""
+        """Raise the limit if the `.limit` file in the folder of the record contains a higher number."""
         path = record_path.with_suffix(".limit")
-        # If the file is missing or holds no number, the limit does not change
+        # If the file is missing or contains no number, the limit does not change
         with suppress(OSError, ValueError):
             limit = _checked(float(path.read_text(errors="replace")))
             if limit > self._limit:

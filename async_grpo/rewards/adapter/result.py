@@ -166,7 +166,7 @@ def _message_of(error: BaseException) -> str:
 
 
 def is_finite_number(value: Any) -> bool:
-    """Return whether the value is a real number that a float can hold, neither NaN nor infinite."""
+    """Return whether the value is a real number that a float can represent, neither NaN nor infinite."""
     size: Any = abs(value) if isinstance(value, Real) else math.inf
     return bool(size <= sys.float_info.max)
 
@@ -207,7 +207,7 @@ def unique_names(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def excerpt(text: str, length: int = MAX_REASON_CHARACTERS) -> str:
-    """Return the beginning of a text, without secrets and without characters that a file cannot hold."""
+    """Return the beginning of a text, without secrets and without characters that a file cannot contain."""
     # Remove secrets before truncating the text, because half of a secret would not be recognized
     text = redacted(text)
     if len(text) > length:

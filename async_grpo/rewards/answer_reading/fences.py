@@ -29,7 +29,7 @@ MIN_FENCE = 3  # minimum number of characters of a fence
 TAIL_MARKS = ("<", "*", "(", "[", "#", "!", ",", ";", ". ")
 PYTHON = ("python", "python3", "python2", "py", "py3", "pypy", "pypy3")
 
-# The marks of block quotes and list items that hold the block, then the fence, then the language and its attributes.
+# The marks of block quotes and list items around the block, then the fence, then the language and its attributes.
 # A fence of backticks must not have another backtick after it on its line, so that a line such as ```x``` is no fence.
 _OPENING = re.compile(
     r"(?P<place>(?:[ \t]*(?:>|[-*+](?=[ \t])|\d{1,9}[.)](?=[ \t])))*[ \t]*)"
@@ -84,11 +84,11 @@ class _Opening:
     character: str
     length: int  # number of characters of the fence
     columns: int  # indentation, without the block quotes
-    num_quotes: int  # number of block quotes that hold the block
+    num_quotes: int  # number of block quotes around the block
     language: str
 
     def inside(self, line: str) -> str | None:
-        """Return a line without the marks of the block quotes that hold the block, or None if it is not in these quotes."""
+        """Return a line without the marks of the block quotes around the block, or None if it is not in these quotes."""
         position = 0
         for _ in range(self.num_quotes):
             mark = _QUOTE_MARK.match(line, position)

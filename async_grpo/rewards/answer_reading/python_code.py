@@ -79,7 +79,7 @@ def python_code_of(text: str, prelude: str = "", calls: Sequence[str] = (), is_p
 
 
 def _candidates(text: str, prelude: str) -> list[str]:
-    """Return the blocks that may hold the answer. The later a block is in the list, the more it is preferred."""
+    """Return the blocks that may contain the answer. The later a block is in the list, the more it is preferred."""
     python_blocks = []
     plain_blocks = []
     other_blocks = []

@@ -1,7 +1,7 @@
 """Reads and scores files of completions, and checks a reward on completions that are right.
 
 The help of `VerifyConfig.file` lists the columns of a row. Missing columns get defaults: `input` is "". Rows with the
-same `input` form a group with one `group_id`, and each row without an `input` forms a group of its own. Without
+same `input` form a group with one `group_id`, and each row without an `input` is a separate group. Without
 `completion_token_ids`, each character of the completion counts as one token.
 """
 
@@ -65,7 +65,7 @@ def read_completion_rows(
         add_input: Called with each row and its place (file and line), to add a missing `input`.
 
     Raises:
-        ConfigurationError: The file holds no rows, or has an invalid row. The message names its line.
+        ConfigurationError: The file contains no rows, or has an invalid row. The message names its line.
     """
     rows = []
     groups: dict[str | int, int] = {}
@@ -78,7 +78,7 @@ def read_completion_rows(
         except ValueError as error:
             raise ConfigurationError(f"{place}: {error}") from error
         if row.get("group_id") is None:
-            # Rows with the same input form a group, and each row without an input forms its own. The id is minus the
+            # Rows with the same input form a group, and each row without an input is a group. The id is minus the
             # line number of the group's first row.
             row["group_id"] = groups.setdefault(row.get("input") or number, -number)
         label = row.pop(LABEL, None)

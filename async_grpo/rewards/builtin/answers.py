@@ -26,11 +26,11 @@ def completion_text(sample: dict[str, Any]) -> str:
 
 
 def answering_part(text: str) -> str:
-    r"""Return the part of a completion that holds the answer, for answers that are documents or code.
+    r"""Return the part of a completion that contains the answer, for answers that are documents or code.
 
     This is the text of the <answer> block if there is exactly one and nothing follows it. In all other cases, it is the
-    whole text. It is also the whole text if all fenced blocks are before the <answer> block, because they probably hold the
-    answer.
+    whole text. It is also the whole text if all fenced blocks are before the <answer> block, because the answer is then
+    probably in a fenced block.
 
     Args:
         text: The completion without its thought.

@@ -19,7 +19,7 @@ _TEST_KEYS = ({"assert"}, {"input", "output"})  # keys of the two kinds of tests
 _COLUMNS_OF_SETS = (
     ("inputs", "outputs"),
     ("input", "output"),
-)  # keys of two lists that hold inputs and outputs
+)  # keys of two lists that contain inputs and outputs
 # Names by which tests would see or replace input and output of the tested code. This cannot work, because the code runs in
 # another process
 _CAPTURES = {"redirect_stdout", "redirect_stderr", "patch"}  # functions of these modules
@@ -57,10 +57,10 @@ def _decoded(value: Any) -> Any:
 
 
 def _tests_of_set(tests: dict[str, Any]) -> list[Any]:
-    """Return the tests of an object that holds lists of inputs and outputs.
+    """Return the tests of an object that contains lists of inputs and outputs.
 
     Raises:
-        ValueError: The object does not hold two such lists of the same length, or the tests call a function.
+        ValueError: The object does not contain two such lists of the same length, or the tests call a function.
     """
     if tests.get("fn_name"):
         raise ValueError(f"tests call the function {tests['fn_name']!r} by its name: {_REWRITE}")

@@ -1,4 +1,6 @@
-r"""Compares the stated answer with the gold answer after the normalization of the MATH data set. Also a majority vote.
+r"""Compares the stated answer with the gold answer after the normalization of the MATH data set.
+
+The module also has the reward of a majority vote.
 
 The answer is the content of a box or of the only <answer> (`stated_answer`). The rules of the normalization are those
 of Hendrycks et al., "Measuring Mathematical Problem Solving With the MATH Dataset" (2021), with four exceptions:

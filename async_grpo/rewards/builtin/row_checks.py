@@ -108,7 +108,7 @@ def _is_plain_number(row: Row) -> bool:
     """Return whether the gold answer is a plain number.
 
     Raises:
-        ValueError: The row has no answer, or one that stands for a missing number.
+        ValueError: The row has no answer, or its answer is the text "nan", which stands for a missing number.
     """
     from async_grpo.rewards.builtin.answers import gold_answer
 

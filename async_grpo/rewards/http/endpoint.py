@@ -36,7 +36,7 @@ def check_field(settings: object, name: str, fits: Callable[[Any], bool], requir
 
 
 class JudgeError(AsyncGrpoError, RuntimeError):
-    """A remote judge gave no usable answer. `spent` holds the cost of the call (`judge_tokens`, `judge_cost`)."""
+    """A remote judge gave no usable answer. `spent` contains the cost of the call (`judge_tokens`, `judge_cost`)."""
 
     spent: dict[str, float] = {}  # noqa: RUF012 - errors replace the dict and never change it
 

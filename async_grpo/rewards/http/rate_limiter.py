@@ -246,7 +246,10 @@ class Meter:
         return start
 
     def correct(self, start: Start, cost: float, now: float) -> None:
-        """Replace the cost of a call. Additional cost delays later calls. Unused cost becomes available again."""
+        """Replace the estimated cost of a call by `cost`.
+
+        If `cost` exceeds the estimate, later calls wait longer. Otherwise, the rest is available to them at once.
+        """
         self._forget(now)
         additional_cost = cost - start.cost
         start.cost = cost

@@ -16,7 +16,7 @@ def encode_line(message: Any, max_bytes: int = sys.maxsize) -> bytes:
 
     Raises:
         ValueError: The message is too large.
-        TypeError: JSON cannot hold the message.
+        TypeError: JSON cannot represent the message.
     """
     body = json.dumps(message, separators=(",", ":")).encode()
     if len(body) > max_bytes:

@@ -2,7 +2,7 @@
 
     REWARD_ADAPTERS = {..., RewardType.JUDGE: LLMJudge(url="http://127.0.0.1:8000", model="judge")}
 
-A judge object holds only settings and no connection, so it can be compared and pickled. Its client (`rewards.http`)
+A judge object has only settings and no connection, so it can be compared and pickled. Its client (`rewards.http`)
 handles rate limits, retries and load balancing. A call either returns an answer or raises an error. A failure never
 becomes a reward of 0.
 

@@ -24,7 +24,7 @@ SCORER_URL = "http://127.0.0.1:8080"  # default address of `examples/http_scorer
 _judge = partial(option, panel="Judge")
 # Token counts of one request, in the order of COUNTED. A count that the server does not report is None
 Counts = tuple[float | None, ...]
-# Sends a request body and returns the reply. The tuple holds the maximum numbers of (prompt, completion) tokens
+# Sends a request body and returns the reply. The tuple contains the maximum numbers of (prompt, completion) tokens
 Send = Callable[[dict[str, Any], tuple[float, float]], Awaitable[dict[str, Any]]]
 
 

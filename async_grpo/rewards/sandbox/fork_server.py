@@ -244,12 +244,12 @@ def _function_of(operation: str) -> Any:
 
 
 def _enter(manager: Any) -> Any:
-    """Enter a `with` statement."""
+    """Call the manager's `__enter__`, as a `with` statement does."""
     return type(manager).__enter__(manager)
 
 
 def _exit(manager: Any, names: list[str], message: str) -> None:
-    """Leave a `with` statement. If `names` has a built-in exception class, leave it with an exception of this class."""
+    """Call the manager's `__exit__`. If `names` has a built-in exception class, pass an exception of this class."""
     error = builtin_exception(names, message, [message]) if names else None
     type(manager).__exit__(manager, error and type(error), error, None)
 

@@ -184,7 +184,7 @@ class _ForkServer:
     requests: socket.socket
 
 
-_thread_state = threading.local()  # holds the `fork_server` of each thread
+_thread_state = threading.local()  # contains the `fork_server` of each thread
 
 
 def _start(descriptors: list[int]) -> None:

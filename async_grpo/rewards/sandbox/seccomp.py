@@ -92,7 +92,7 @@ def _check(argument: int, *values: int, test: int = _EQUAL, if_found: int = _ALL
         argument: Index of the argument. Its low 32 bits are compared; the kernel reads no more of these arguments.
         values: The values.
         test: Comparison of the argument with each value.
-        if_found: What the filter returns if any comparison holds: _ALLOW or _EPERM. If no comparison holds, it returns
+        if_found: What the filter returns if any comparison is true: _ALLOW or _EPERM. If none is true, it returns
             _EPERM or _ALLOW, respectively.
     """
     code: list[Instruction] = [(_LOAD, 0, 0, _ARGUMENTS + _ARGUMENT_BYTES * argument)]
