@@ -123,7 +123,9 @@ def _cause_of_late_group(group: Wait, snapshot: Snapshot) -> str:
     waits = [wait for wait in snapshot.of(group.kind) if wait.whom == name]
     # A sample passes through these kinds of waits in this order, so the last one found is the most specific
     for kind in ("call", "permit", "sent"):
-        waits = [wait for wait in snapshot.of(kind) if wait.who == name] or waits
+        later_waits = [wait for wait in snapshot.of(kind) if wait.who == name]
+        if later_waits:
+            waits = later_waits
     count = f"({len(waits)} wait, the longest for {waits[0].age_s:.0f} s)"
     verifiers = [process for process in snapshot.processes if process.role == "the process of a verifier"]
     busy_verifiers = [process for process in verifiers if process.cores > BUSY_CORES]

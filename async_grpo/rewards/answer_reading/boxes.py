@@ -261,8 +261,9 @@ def without_delimiters(text: str) -> str:
     for opening, closing in _DELIMITERS:
         is_enclosed = text.startswith(opening) and text.endswith(closing)
         inner = text[len(opening) : -len(closing)]
-        is_whole = "$" not in inner if opening[0] == "$" else opening not in inner and closing not in inner
-        if is_enclosed and is_whole and len(text) > len(opening + closing) and not inner.endswith("\\"):
+        delimiters = ("$",) if opening[0] == "$" else (opening, closing)
+        is_single = not any(delimiter in inner for delimiter in delimiters)
+        if is_enclosed and is_single and len(text) > len(opening + closing) and not inner.endswith("\\"):
             return _without_spaces(inner)
     return text
 

@@ -176,17 +176,20 @@ def _classified(text: str, token: _Token, run: _Run) -> _Token:
         suffix = _NUMBER_SUFFIX.match(text, token.end)
         if suffix is not None:
             return _Token("number", text[token.begin : suffix.end()], token.begin, suffix.end())
-    if token.text in ("*", "_", "|"):
+    if token.text == "|":
+        # A bar with white space on both sides separates the cells of a table
+        has_space_before = before.isspace() or not before
+        has_space_after = after.isspace() or not after
+        is_table = has_space_before and has_space_after
+        return _Token("break", token.text, token.begin, token.end) if is_table else token
+    if token.text in ("*", "_"):
         is_between = (
             before.isspace() == after.isspace()
             and before not in ("", token.text)
             and after not in ("", ".", ",")
         )
-        is_table = token.text == "|" and (before.isspace() or not before) and (after.isspace() or not after)
-        if token.text == "|" and not is_table:
-            return token
         # A sign with white space on only one side marks bold or italic text in Markdown
-        if not is_between or is_table or token.text == "|" or (token.text == "_" and before.isspace()):
+        if not is_between or (token.text == "_" and before.isspace()):
             return _Token("break", token.text, token.begin, token.end)
     if token.text == ":" and not (before.isdigit() and after.isdigit()):
         return _Token("break", token.text, token.begin, token.end)

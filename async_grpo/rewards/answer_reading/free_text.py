@@ -314,8 +314,12 @@ def _joined(text: str, group: Sequence[Formula]) -> str:
     for formula, next_formula in pairwise(group):
         link = _LINK.fullmatch(text[formula.end : next_formula.begin])
         word = link["word"] if link is not None else None
-        is_and = word is not None and ("and" in word or word in ("和", "及"))
-        separator = ", " if word is None else f" {'and' if is_and else 'or'} "
+        if word is None:
+            separator = ", "
+        elif "and" in word or word in ("和", "及"):
+            separator = " and "
+        else:
+            separator = " or "
         pieces.extend((separator, next_formula.text))
     return "".join(pieces)
 

@@ -74,7 +74,10 @@ def confine(parent_pid: int, cpu_s: float, memory_bytes: int, levels: Collection
         "namespaces": lambda: libc.unshare(_CLONE_NEWUSER | _CLONE_NEWNET | _CLONE_NEWIPC) == 0,
         "landlock": lambda: _restrict_files(libc),
     }
-    levels_in_force = {level for level, attempt in attempts.items() if level in levels and attempt()}
+    levels_in_force = set()
+    for level, attempt in attempts.items():
+        if level in levels and attempt():
+            levels_in_force.add(level)
     header = (ctypes.c_uint32 * 2)(_LINUX_CAPABILITY_VERSION_3, _THIS_THREAD)
     no_capabilities = (ctypes.c_uint32 * _CAPABILITY_WORDS)()
     libc.capset(header, no_capabilities)
