@@ -1,11 +1,11 @@
-"""What it costs to make advantages of rewards: seconds and memory of a whole step, microseconds per group.
+"""Measure what the computation of advantages costs: CPU seconds and memory of a step, microseconds per group.
 
     python -m benchmarks.advantages                     128 groups of 32 samples of up to 8,192 tokens
     python -m benchmarks.advantages --groups 64 --samples 8 --tokens 64
 
-Estimators of one score per sample (`grpo`, the batch-coupled `reinforce_plus_plus_baseline` and `gdpo`), the same with the
-KL in the reward, and rewards on tokens (`reinforce_plus_plus` with a discount, `prime_rloo`). CPU time and the
-growth of the process's peak memory; every case in a process of its own.
+The cases are: estimators with one score per sample (`grpo`, and `reinforce_plus_plus_baseline` and `gdpo`, which need
+the whole batch), the same with the KL in the reward, and rewards of tokens (`reinforce_plus_plus` with a discount,
+`prime_rloo`). Each case runs in a separate process. Memory is the growth of the process's peak.
 """
 
 import json
@@ -40,7 +40,10 @@ CASES = {
 
 
 def random_groups(number: int, size: int, longest: int) -> list[Group]:
-    """Lengths log-normal around a tenth of the longest; a right-or-wrong reward, and four steps that are paid."""
+    """Return random groups. Lengths are log-normal around a tenth of `longest`.
+
+    Each sample has a reward of 0 or 1, and four steps with step rewards.
+    """
     rng = np.random.default_rng(0)
 
     def sample(prompt: Prompt) -> Sample:

@@ -1,9 +1,9 @@
-"""How soon a run of 100,000 steps and 10,000 samples is seen, and with how much memory: status, page, samples, timeline.
+"""Measure time and memory of the views of a run with 100,000 steps and 10,000 samples: status, page, samples, timeline.
 
     python -m benchmarks.big_run_views               # about a minute, 600 MB of disk
 
-Each view is a process of its own, measured from its first import to its last byte; the page has its first answer and ten
-more, one after each new step. Bars: 2 s, 500 MB.
+Each view runs in a separate process, and is measured from its first import to its last byte. The page answers once, and
+ten times more, after each new step. The limits are 2 s and 500 MB.
 """
 
 import argparse
@@ -48,7 +48,7 @@ print(json.dumps([time.perf_counter() - begun, resource.getrusage(resource.RUSAG
 
 
 def make_run(folder: Path, steps: int, samples: int) -> None:
-    """The files of a run, of about the keys and lengths of a true one."""
+    """Write the files of a run, with about the keys and lengths that a real run has."""
     chance = random.Random(0)
     options = {"samples_per_question": 8, "batch_size": 8, "num_training_batches": 200_000}
     options["dump_samples_filename"] = "samples.jsonl"

@@ -1,12 +1,12 @@
-"""CPU seconds per sample of each kind of process in a run like the demo's, once it is warm.
+"""Measure the CPU milliseconds per sample of each kind of process, in a run like the demo's after its first steps.
 
-    python benchmarks/control_plane.py                        the real engine, 20 steps after 5 of warm-up
-    python benchmarks/control_plane.py --engine fake          what carries samples alone: nothing is decoded
+    python benchmarks/control_plane.py                        the real engine, 20 steps after 5 that are not measured
+    python benchmarks/control_plane.py --engine fake          no tokens are computed: only the transport of samples is left
 
-The control plane is everything but the engine, the trainer and the reward functions: controller, verifier actors, the
-processes of rewards (theirs is mostly the function itself; there are none but with `--verifiers=countdown=4,format=4`), and
-the generation actor, whose share beside vLLM's own front end `--engine fake` shows. User and system time are read from
-/proc.
+The control plane is everything except the engine, the trainer and the reward functions: the controller, the verifier
+actors and the generation actor. `--engine fake` shows the generation actor without vLLM's front end. Processes of
+rewards exist only with options such as `--verifiers=countdown=4,format=4`; they mostly run the reward functions. The
+CPU time (user and system) is read from /proc.
 """
 
 import argparse
@@ -23,7 +23,7 @@ import psutil
 
 ROOT = Path(__file__).resolve().parent.parent
 MARK = "CONTROL_PLANE_RUN"
-# class -> a word of the command line or title
+# Kind of process -> a word in its command line or title
 CLASSES = {
     "controller": "ray::RunController",
     "verifier actors": "ray::VerifierActor",
@@ -40,7 +40,7 @@ CONTROL_PLANE = ("controller", "verifier actors", "reward processes", "generatio
 
 
 def command(folder: Path, steps: int, engine: str, further: list[str]) -> list[str]:
-    """The demo's settings, one rank, no reference."""
+    """Return the command of a run with the demo's settings, one rank and no reference."""
     data = ROOT / "sample-data"
     return [
         *[sys.executable, "-m", "async_grpo", "run", f"--output-dir={folder}", f"--run-name={folder.name}"],
@@ -59,7 +59,7 @@ def command(folder: Path, steps: int, engine: str, further: list[str]) -> list[s
 
 
 def cpu_seconds(mark: str) -> dict[tuple[int, str], float]:
-    """(pid, class) -> user and system seconds so far, of every process of the run."""
+    """Return for each process of the run, as (pid, kind), the CPU seconds (user and system) that it has used so far."""
     found = {}
     for process in processes_of(mark):
         try:
@@ -72,7 +72,10 @@ def cpu_seconds(mark: str) -> dict[tuple[int, str], float]:
 
 
 def processes_of(mark: str) -> Iterator[psutil.Process]:
-    """Those that carry the mark in their environment, and their descendants (rewards get a clean environment)."""
+    """Yield the processes of the run: those with `mark` in their environment, and their descendants.
+
+    Descendants are needed because processes of rewards get a clean environment.
+    """
     seen = set()
     for process in psutil.process_iter():
         try:
@@ -90,7 +93,10 @@ def lines(path: Path) -> list[dict]:
 
 
 def measure(options: argparse.Namespace, further: list[str]) -> dict[str, float]:
-    """Milliseconds of CPU per sample by class, between the end of the warm-up and the end of the last step but one."""
+    """Return the CPU milliseconds per sample by kind of process.
+
+    They are measured between the end of the warm-up and the end of the last step but one.
+    """
     folder = Path(tempfile.mkdtemp(prefix="control-plane-"))
     environment = {**os.environ, MARK: folder.name, "PYTHONPATH": str(ROOT)}
     steps = options.warm_up + options.steps + 1
@@ -130,7 +136,7 @@ def main() -> None:
     parser.add_argument("--engine", default="vllm")
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--warm-up", type=int, default=5)
-    options, further = parser.parse_known_args()  # what is left goes to `async-grpo run`
+    options, further = parser.parse_known_args()  # unknown options are passed to `async-grpo run`
     by_class = measure(options, further)
     for kind in [*CLASSES, "other"]:
         if kind in by_class:

@@ -1,12 +1,13 @@
-"""Slow rewards, many at a time: seconds per step of our pipeline against the closed forms, and with faults.
+"""Measure seconds per step with slow rewards, many at a time, against closed-form formulas, and with faults.
 
     python -m benchmarks.delay_experiment --steps 20            # about 15 minutes
     python -m benchmarks.delay_experiment --steps 20 --arms faults
 
-The real ExperienceBatcher and VerifierPool; generation, log-probs, update and rewards are waits (asyncio sleeps) with the
-phases of a published run, scaled 1/100: generation G 0.40 s for all samples of a step, log-probs L 0.80, update U 1.16, a
-reward D ~ uniform(0.01, 0.40) s. N = 128 groups x 8 samples a step, c reward slots. No GPU, no Ray: the machine may not be
-the bottleneck, so run it alone. Symbols and closed forms (mean delay mu, R(N, c) = N mu / c - E[D^2] / (2 mu) + Dmax):
+ExperienceBatcher and VerifierPool are real. Generation, log-probs, update and rewards only wait (asyncio sleeps), for
+1/100 of the times of a published run: generation G = 0.40 s for all samples of a step, log-probs L = 0.80 s, update U =
+1.16 s, a reward D ~ uniform(0.01, 0.40) s. A step has N = 128 groups x 8 samples, and c rewards run at once. There is
+no GPU and no Ray. Run it alone, because the CPU must not be the bottleneck. Formulas for the seconds of a step (mean
+delay mu, R(N, c) = N mu / c - E[D^2] / (2 mu) + Dmax):
 
     sync      generate all, then score all (log-probs meanwhile), update
               G + max(L, R) + U
@@ -43,17 +44,17 @@ N = GROUPS * MEMBERS
 MEAN, SECOND_MOMENT = (LOW + HIGH) / 2, (HIGH**3 - LOW**3) / (3 * (HIGH - LOW))
 FIRST_FINISHED = 0.3 * G
 TOKENS = 10
-WORKERS = 8  # that share the slots
+WORKERS = 8  # number of workers that share the reward slots
 HANG_TIMEOUT_S = 0.5
 
 
 def makespan(slots: int) -> float:
-    """R(N, c): seconds that N rewards take."""
+    """Return R(N, c), the seconds in which N rewards are computed."""
     return N * MEAN / slots - SECOND_MOMENT / (2 * MEAN) + HIGH
 
 
 def closed_form(mode: str, slots: int) -> float:
-    """Ideal seconds per step."""
+    """Return the ideal seconds per step, by the formula at the top of this file."""
     rewards, busy = makespan(slots), N * MEAN / slots
     if mode == "sync":
         return G + max(L, rewards) + U
@@ -62,7 +63,7 @@ def closed_form(mode: str, slots: int) -> float:
 
 
 class Engine:
-    """Generates the samples of one step at a time: each step takes G, its samples end between 0.3 G and G."""
+    """Generates the samples of one step at a time. Each step takes G, and its samples end between 0.3 G and G."""
 
     def __init__(self, seed: int) -> None:
         self.live = 0
@@ -91,20 +92,20 @@ class Engine:
 
 @dataclass
 class Faults:
-    """What goes wrong with the rewards."""
+    """Faults of the rewards that an arm simulates."""
 
-    exceptions: float = 0.0  # share of calls
+    exceptions: float = 0.0  # fraction of the calls that raise an exception
     hangs: float = 0.0
-    kill_at: float = 0.0  # seconds after the start: one of the workers dies with all that it holds
+    kill_at: float = 0.0  # seconds after the start at which one worker dies, with all samples that it scores
     storm_at: float = (
-        0.0  # seconds after the start: for one second every call is refused, and tried again later
+        0.0  # seconds after the start at which every call is refused for one second, and tried again later
     )
-    evaluations: bool = False  # a burst of 256 samples every 5 steps
+    evaluations: bool = False  # whether 256 samples of an evaluation come every 5 steps
     killed: list[str] = field(default_factory=list)
 
 
 class SlowWorker:
-    """Scores `capacity` samples at once, each after its delay; counts what it was asked."""
+    """Scores `capacity` samples at once, each after its delay, and counts its calls."""
 
     def __init__(self, adapter: str, capacity: int, bench: "Bench") -> None:
         self.adapter, self.capacity, self.bench = adapter, capacity, bench
@@ -134,7 +135,8 @@ class SlowWorker:
         if draw < faults.hangs:
             await asyncio.sleep(3600)
         while faults.storm_at and faults.storm_at < time.monotonic() - bench.started < faults.storm_at + 1.0:
-            await asyncio.sleep(bench.draw.uniform(0.05, 0.2))  # 429: back off, with jitter
+            # Like an answer 429 of a server: wait for a random time, and try again
+            await asyncio.sleep(bench.draw.uniform(0.05, 0.2))
         await asyncio.sleep(bench.draw.uniform(LOW, HIGH))
         bench.scored[sample["group_id"], sample["sample_text"]] += 1
         if draw > 1 - faults.exceptions:
@@ -146,7 +148,7 @@ class SlowWorker:
 
 
 class Bench:
-    """One run of the real batcher and pool over simulated engines, rewards and trainer."""
+    """One run of the real batcher and pool, with simulated engines, rewards and trainer."""
 
     def __init__(self, slots: int, faults: Faults, seed: int = 0) -> None:
         self.faults, self.draw, self.slots = faults, random.Random(seed), slots
@@ -179,7 +181,7 @@ class Bench:
 
 
 class Verification:
-    """The pool as the batcher's protocol."""
+    """Makes the pool available through the batcher's protocol."""
 
     def __init__(self, pool: VerifierPool) -> None:
         self.pool = pool
@@ -193,16 +195,16 @@ class Verification:
 
 @dataclass
 class Outcome:
-    """What one run gave."""
+    """The results of one run."""
 
-    seconds: list[float]  # per step
+    seconds: list[float]  # seconds of each step
     ends: list[StepEnd]
     evaluations_s: list[float]
-    alone_s: float = 0.0  # one evaluation without a training beside it
+    alone_s: float = 0.0  # seconds of an evaluation while no training runs
 
 
 async def ours(mode: str, slots: int, steps: int, faults: Faults | None = None) -> Outcome:
-    """Our pipeline, staleness 1."""
+    """Run this library's pipeline with staleness 1."""
     bench, engine = Bench(slots, faults or Faults()), Engine(seed=1)
     await bench.pool.start()
     batcher = bench.batcher(steps, engine)
@@ -211,7 +213,7 @@ async def ours(mode: str, slots: int, steps: int, faults: Faults | None = None) 
     if bench.faults.evaluations:
         await bench.pool.verify(
             {"completion": "x", "group_id": -1, "sample_text": ""}, evaluation=True
-        )  # made by now
+        )  # the workers are created at this point
         outcome.alone_s = await _evaluate(batcher, engine, questions)
     bench.started = time.monotonic()
     await batcher.start()
@@ -246,7 +248,7 @@ async def _evaluate(batcher: ExperienceBatcher, engine: Engine, questions: list[
 
 
 def _check(bench: Bench, outcome: Outcome) -> None:
-    """No sample lost, none twice in a step, none 0 for a failure."""
+    """Check that no sample was lost, none was trained twice in a step, and no failure counted as a reward of 0."""
     for end in outcome.ends:
         statuses = {status: end.stats[f"num_reward_{status.value}"] for status in RewardStatus}
         assert sum(statuses.values()) == end.num_samples == N and end.num_groups == GROUPS, statuses
@@ -257,7 +259,7 @@ def _check(bench: Bench, outcome: Outcome) -> None:
 
 
 async def synchronous(slots: int, steps: int) -> list[float]:
-    """The baseline: generate a whole step, score it (log-probs meanwhile), update."""
+    """Run the baseline: generate a whole step, score it (log-probs meanwhile), update."""
     bench = Bench(slots, Faults())
     await bench.pool.start()
     bench.started = time.monotonic()
@@ -287,7 +289,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--steps", type=int, default=20)
-    parser.add_argument("--skip", type=int, default=5, help="steps that are not counted, at the beginning")
+    parser.add_argument("--skip", type=int, default=5, help="number of first steps that are not measured")
     parser.add_argument("--slots", type=int, nargs="+", default=[64, 128])
     parser.add_argument("--arms", nargs="+", choices=("modes", "faults"), default=["modes", "faults"])
     args = parser.parse_args()

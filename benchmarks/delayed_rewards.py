@@ -1,9 +1,10 @@
-"""Slow rewards, with and without asynchrony: seconds per step at --max-staleness 0 and 1, in one go.
+"""Measure the seconds per step with slow rewards at --max-staleness 0 and 1.
 
     python benchmarks/delayed_rewards.py --steps 24
 
-Every reward takes a simulated 0.5 to 1 s (no CPU). With staleness 0 a step waits for generation, for the slowest reward,
-and for the training; with 1 the next step's samples are generated and scored meanwhile. Real Ray, vLLM, FSDP.
+Every reward waits 0.5 to 1 s, and takes no CPU. With staleness 0, a step waits for generation, for the slowest reward,
+and for the training. With staleness 1, the samples of the next step are generated and scored during the training. Ray,
+vLLM and FSDP are real.
 """
 
 import argparse
@@ -19,7 +20,7 @@ WARM_UP_STEPS = 4
 
 
 def run(staleness: int, steps: int) -> list[dict]:
-    """The metrics lines of one run."""
+    """Return the metrics lines of one run."""
     folder, data = Path(tempfile.mkdtemp(prefix="delayed-")), ROOT / "sample-data"
     command = [
         *[
@@ -48,7 +49,7 @@ def run(staleness: int, steps: int) -> list[dict]:
     ]
     subprocess.run(command, check=True, cwd=ROOT, stdout=sys.stderr, timeout=900)
     lines = [json.loads(line) for line in (folder / "training_metrics.jsonl").read_text().splitlines()]
-    for line in lines:  # a reward that fails is quick: the measurement would be of nothing
+    for line in lines:  # a failed reward is quick, so the measurement would be wrong
         assert line["num_reward_ok"] == line["samples_in_batch"], line
         assert line["verifiers"]["slow_countdown"]["latency_p50_s"] >= 0.5, line
     return lines[WARM_UP_STEPS:]

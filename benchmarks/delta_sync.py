@@ -1,4 +1,4 @@
-"""What `--weight-sync-deltas` sends and costs while a model is trained by GRPO, at several learning rates.
+"""Measure the bytes that `--weight-sync-deltas` sends and its time, for GRPO at several learning rates.
 
     python -m benchmarks.delta_sync        # SmolLM2-135M-Instruct, 4 steps at each of 1e-7, 1e-6, 1e-5 and 1e-4: minutes
     python -m benchmarks.delta_sync --model sample-data/tiny-model --learning-rates 1e-6 --steps 100
@@ -12,9 +12,9 @@ anew every `--sample-every` steps; a completion's reward is the share of its cha
 the weights go, in --dtype, through a publisher to a worker without an engine, which applies the changes and compares
 every tensor with the trainer's, bit by bit.
 
-It prints bytes and seconds of each learning rate, as means over the steps: ENCODE compares and encodes on rank 0, APPLY
-makes the whole weights in the worker, COPY is a copy of the whole weights in memory, which is what one way over the network
-costs at least if it is as fast as memory.
+It prints bytes and seconds for each learning rate, as means over the steps. ENCODE is the time to compare and encode on
+rank 0. APPLY is the time to make the whole weights in the worker. COPY is the time of a copy of the whole weights in
+memory, for comparison: no network is faster.
 """
 
 import argparse
@@ -44,12 +44,12 @@ from async_grpo.weights.received_chunks import ReceivedChunks
 PROMPT = "The capital of France is Paris. The capital of Germany is Berlin. Mathematics is the study of"
 GROUP_SIZE = 4
 COMPLETION_TOKENS = 16
-LORA_ALPHA = 32.0  # as --lora-alpha by default
+LORA_ALPHA = 32.0  # default of --lora-alpha
 MB = 1e6
 
 
 class Worker:
-    """`Engines` of one worker, which keeps the weights and has no engine."""
+    """The `Engines` interface of one worker, which keeps the weights and has no engine."""
 
     def __init__(self) -> None:
         self.received = ReceivedChunks()
@@ -92,7 +92,8 @@ class Trainer:
     def sample(self) -> None:
         """Sample a group of completions with the current weights, and compute their advantages."""
         weights = dict(named_full_tensors(self.policy))
-        self.model.load_state_dict(weights, strict=False)  # tied weights have one name only
+        # Tied weights are stored under only one of their names
+        self.model.load_state_dict(weights, strict=False)
         self.sequences = self.model.generate(
             self.prompt.repeat(GROUP_SIZE, 1),
             do_sample=True,
@@ -119,7 +120,7 @@ class Trainer:
 
 
 def copy_s(num_bytes: int) -> float:
-    """Return the seconds of a copy in memory."""
+    """Return the seconds that a copy of so many bytes in memory takes."""
     source = np.ones(num_bytes, np.uint8)
     target = np.zeros(num_bytes, np.uint8)
     begun = time.monotonic()
@@ -136,7 +137,7 @@ def measure(folder: Path, learning_rate: float, options: argparse.Namespace) -> 
     model_bytes = sum(weight.numel() for _, weight in named_weights(trainer.policy)) * dtype.itemsize
     named = named_adapters if options.lora_rank else named_weights
     worker = Worker()
-    # The canary is not what is measured here, and takes a second on a CPU
+    # Use a trivial canary, because it is not measured here, and a real one takes a second on a CPU
     canary = Canary([Canary.text(1000, 4)], lambda model, *texts: np.zeros(4, np.float32))
     config = WeightConfig(weight_sync_deltas=True, canary_tolerance=1.0)
     publisher = Publisher(worker, named, canary, dtype, 0, config)
@@ -185,7 +186,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=4)
     parser.add_argument("--sample-every", type=int, default=2)
     parser.add_argument("--lora-rank", type=int, default=0)
-    parser.add_argument("--dtype", choices=["bfloat16", "float32"], default="bfloat16", help="of the engines")
+    parser.add_argument("--dtype", choices=["bfloat16", "float32"], default="bfloat16", help="engines' dtype")
     options = parser.parse_args()
     folder = options.model or cached_smollm2()
     print(f"{folder.name}, {os.cpu_count()} cores", flush=True)

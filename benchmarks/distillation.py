@@ -23,7 +23,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from async_grpo.data import COUNTDOWN_HELDOUT, COUNTDOWN_TRAIN, TINY_MODEL
 
 NUM_QUESTIONS = 64
-NUM_COMPLETIONS = 8  # of each question
+NUM_COMPLETIONS = 8  # completions of each question
 MAX_TOKENS = 24
 
 

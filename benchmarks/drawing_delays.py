@@ -1,17 +1,18 @@
-"""Slow rewards of pictures: seconds per step with synchronous and with asynchronous rewards, against their closed forms.
+"""Measure seconds per step with slow rewards of pictures, synchronous and asynchronous, against formulas.
 
     python -m benchmarks.drawing_delays --steps 12           # about 4 minutes
 
 The run is a real one (Ray, the engine that draws, reward processes, a trainer rank, weight sync) on the model of
-`scripts/demo --draw` with random weights. Only the judge is simulated: each reward waits uniform(0.1, 2) s, 64 at a time. A
-step has N = 128 pictures in groups of 8. Both modes use the same library; in the first, a part is held back:
+`scripts/demo --draw` with random weights. Only the judge is simulated: each reward waits uniform(0.1, 2) s, 64 at a
+time. A step has N = 128 pictures in groups of 8. Both modes use the same library. In the mode `sync`, the engine and
+the trainer wait for whole steps:
 
     sync    on-policy; scored when all pictures of the step are drawn, trained on when all of them are scored
     async   one step behind; scored while other pictures are drawn, trained on in micro-batches as they fill up
 
-`sync` without delays measures G (drawing with all hand-overs), U (computing) and W (weight sync) in the same call. With D
-the delay of a reward, mu its mean, c = 64 places and M micro-batches, R = N mu / c - E[D^2] / (2 mu) + Dmax is the time
-that the rewards of a step take, and a step should take
+`sync` without delays measures G (drawing with all hand-overs), U (computing) and W (weight sync) in the same call. With
+D the delay of a reward, mu its mean, c = 64 places and M micro-batches, R = N mu / c - E[D^2] / (2 mu) + Dmax is the
+time that the rewards of a step take, and a step should take
 
     sync    G + R + U + W
     async   max(G + W, U + W, N mu / c, (max(G, R) + U / M + W) / 2)
@@ -49,12 +50,13 @@ MODE_OPTIONS = {
     SYNC: (
         "--max-staleness=0",
         f"--engine={HERE / 'drawing_delays_engine.py'}:StepwiseDrawing",
-        # A bare function: the library has to assume that it needs all groups of the step
+        # The estimator is a function that declares nothing, so the library must assume that it needs all groups of the
+        # step
         f"--advantage-estimator={HERE / 'real_delays_rewards.py'}:grpo_whole_step",
     ),
     ASYNC: ("--max-staleness=1", "--engine=drawing"),
 }
-LARGEST_DIFFERENCE = 0.10  # allowed relative difference from the closed form
+LARGEST_DIFFERENCE = 0.10  # allowed relative difference between measurement and formula
 SMALLEST_SPEEDUP = 1.5
 
 
@@ -78,7 +80,7 @@ def metrics_lines(
         "num-training-batches": num_steps + num_skipped,
         "max-generation-tokens": NUM_DENOISING_STEPS,
         "temperature": 0.7,
-        # (picture, step) pairs of a micro-batch, with one more per picture
+        # a micro-batch counts (picture, step) pairs, and one more for each picture
         "max-tokens-per-gpu": NUM_PICTURES // NUM_MICRO_BATCHES * (NUM_DENOISING_STEPS + 1),
         "max-num-seqs": NUM_PICTURES,
         "learning-rate": 1e-5,
@@ -94,7 +96,7 @@ def metrics_lines(
     text = (folder / "run" / "training_metrics.jsonl").read_text()
     lines = [json.loads(line) for line in text.splitlines()]
     for line in lines:
-        # A reward that fails is quick, and the measurement would mean nothing
+        # A failed reward is quick, so the measurement would be wrong
         assert line["num_reward_ok"] == NUM_PICTURES, line
     return lines[num_skipped:]
 
@@ -117,7 +119,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--steps", type=int, default=12)
-    parser.add_argument("--skip", type=int, default=3, help="steps that are not counted, at the beginning")
+    parser.add_argument("--skip", type=int, default=3, help="number of first steps that are not measured")
     args = parser.parse_args()
     model = Path(tempfile.mkdtemp(prefix="drawing-delays-")) / "model"
     make_digits_model(model, num_steps=0)

@@ -1,15 +1,15 @@
-"""An engine for `drawing_delays.py`: it draws, but no picture leaves it before all pictures of its step are finished."""
+"""An engine for `drawing_delays.py`. It keeps finished pictures until all pictures of their step are finished."""
 
 import asyncio
 from collections import defaultdict
 
 from async_grpo.inference.drawing.engine import DrawingEngine
 
-GROUPS = 16  # groups of a step, as in `drawing_delays.py`; they arrive in the order of admission
+GROUPS = 16  # number of groups of a step, as in `drawing_delays.py`; they arrive in the order of admission
 
 
 class StepwiseDrawing(DrawingEngine):
-    """Draws like its parent, and hands over a whole step at once, so that scoring starts when drawing has ended."""
+    """Draws pictures like its parent, but returns all pictures of a step together, so that scoring starts after drawing."""
 
     def __init__(self, *arguments, **options) -> None:
         super().__init__(*arguments, **options)
@@ -17,7 +17,7 @@ class StepwiseDrawing(DrawingEngine):
         self._barriers = defaultdict(lambda: asyncio.Barrier(GROUPS))
 
     async def complete(self, prompt_token_ids, seeds, sampling=None):
-        """See `Engine`."""
+        """Yield the finished pictures once the whole step is finished. See `Engine`."""
         barrier = self._barriers[self._num_requests // GROUPS]
         self._num_requests += 1
         pictures = [picture async for picture in super().complete(prompt_token_ids, seeds, sampling)]

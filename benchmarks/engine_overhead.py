@@ -1,11 +1,11 @@
-"""What our worker adds to the bare engine: the same requests to vLLM's `AsyncLLM` and to `GenerationWorker.complete`.
+"""Measure what this library's worker adds to vLLM: the same requests to `AsyncLLM` and to `GenerationWorker.complete`.
 
     python -m benchmarks.engine_overhead                    case a: the tiny countdown model, 256 requests of ~12 tokens
     python -m benchmarks.engine_overhead --case e           30 M random parameters, 64 requests of 256 tokens
-    python -m benchmarks.engine_overhead --actor            and through a Ray actor and its channel, an engine of its own
+    python -m benchmarks.engine_overhead --actor            also through a Ray actor and its channel, with a second engine
 
-Both ask one engine, in turns, in one process, so the ratios bear company on the machine. CPU time is user and system, of
-this process (vLLM's front end, and what we add) and of each of vLLM's own.
+Both use the same engine in one process, in turns, so that a slow machine slows both down. CPU time is user and system
+time of this process (vLLM's front end, and what the worker adds) and of vLLM's own processes.
 """
 
 import argparse
@@ -36,11 +36,12 @@ ROOT = Path(__file__).resolve().parent.parent
 TINY_MODEL = ROOT / "sample-data" / "tiny-model"
 GROUP_SIZE = 8
 SEEDS = {member: member for member in range(GROUP_SIZE)}
-Ask = Callable[[np.ndarray], Awaitable[int]]  # a prompt -> tokens of the group's completions
+# Takes a prompt, and returns the number of tokens of the group's completions
+Ask = Callable[[np.ndarray], Awaitable[int]]
 
 
 def model_of_case_e(folder: Path) -> Path:
-    """About 30 M random parameters, and no end token: every completion has its full length."""
+    """Make a model with about 30 M random parameters and no end token, so that every completion has its maximum length."""
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
     shape = {"hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 9}
@@ -76,7 +77,10 @@ def prompts_of(count: int, seed: int) -> list[np.ndarray]:
 
 
 def bare(worker: Any) -> Ask:
-    """One request a member, in the form of prompt that vLLM takes without a thread, as ours does."""
+    """Return a function that sends one request per member directly to vLLM.
+
+    The prompts have the form that vLLM takes without a thread, which the worker also uses.
+    """
     from vllm.inputs import tokens_input
 
     from async_grpo.inference.requests import EngineRequest
@@ -112,7 +116,7 @@ def through_actor(channel: Channel) -> Ask:
 
 
 def cpu_of(root: psutil.Process) -> dict[str, float]:
-    """Name -> CPU seconds so far, of a process and its descendants."""
+    """Return the CPU seconds that a process and its descendants have used so far, by name."""
     found = {"front end": sum(root.cpu_times()[:2])}
     for child in root.children(recursive=True):
         try:
@@ -125,7 +129,7 @@ def cpu_of(root: psutil.Process) -> dict[str, float]:
 
 
 async def round_of(ask: Ask, prompts: list[np.ndarray]) -> dict[str, float]:
-    """Wall time and CPU time by process, in milliseconds per completion; and tokens per completion."""
+    """Return wall time, and CPU time by process, in milliseconds per completion; and tokens per completion."""
     me = psutil.Process()
     before, begun = cpu_of(me), time.perf_counter()
     tokens = sum(await asyncio.gather(*[ask(prompt) for prompt in prompts]))
@@ -137,7 +141,7 @@ async def round_of(ask: Ask, prompts: list[np.ndarray]) -> dict[str, float]:
 
 @asynccontextmanager
 async def actor_channel(config: WorkerConfig, settings: SharedRunSettings) -> AsyncIterator[Channel]:
-    """A generation actor as a run has it, with an engine of its own."""
+    """Yield the channel to a generation actor like that of a run, with a second engine."""
     ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False)
     environment = {**ENGINE_ENVIRONMENT, **forwarded_environment()}
     actor = zero_cpu_actor(GenerationActor, runtime_env={"env_vars": environment}).remote()
@@ -184,7 +188,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--case", choices=("a", "e"), default="a")
-    parser.add_argument("--rounds", type=int, help="of each way; by default 8 in case a, 3 in e")
+    parser.add_argument("--rounds", type=int, help="rounds of each way; by default 8 in case a, 3 in case e")
     parser.add_argument("--questions", type=int)
     parser.add_argument("--max-num-seqs", type=int)
     parser.add_argument("--engine-options", default="")

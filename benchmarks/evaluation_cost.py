@@ -1,10 +1,11 @@
-"""What evaluating after every step costs the training, beside the engine time that the evaluations use.
+"""Measure what an evaluation after every step costs the training, besides the engine time of the evaluations.
 
     python -m benchmarks.evaluation_cost             # two runs of 60 steps, some 4 minutes
 
-Two equal runs of the tiny countdown model, one evaluated at its start and end only. Evaluations take the engines' spare
-places: a step may become longer by the time that the engines need for the evaluations' tokens, and no more. That time is
-their tokens / (tokens a second of the engines in the run without). Steps are compared by the median of their wall time.
+Two equal runs of the tiny countdown model are compared, one of which is evaluated only at its start and its end.
+Evaluations use free places of the engines. So a step may become longer by the time that the engines need for the
+evaluations' tokens, but not more. This time is (tokens of the evaluations) / (tokens per second of the engines in the
+other run). Steps are compared by the median of their wall times.
 """
 
 import argparse
@@ -15,11 +16,12 @@ from typing import Any
 
 from benchmarks.runs import countdown_run
 
-WARM_UP = 15  # steps: the evaluation at the start is over by then
+# Number of first steps that are not measured, because the evaluation at the start runs during them
+WARM_UP = 15
 
 
 def step_seconds(lines: Sequence[dict[str, Any]]) -> float:
-    """Median wall time of a step, saves and evaluations that are waited for included."""
+    """Return the median wall time of a step, including saves and evaluations for which it waits."""
     return statistics.median(b["timestamp"] - a["timestamp"] for a, b in pairwise(lines))
 
 

@@ -1,15 +1,16 @@
-"""What must be checked on a GPU: each row is computed, timed and judged by itself, and one that fails hides no other.
+"""Check on a GPU what cannot be checked on a CPU. Each check (row) is computed, timed and judged separately.
 
     scripts/gpu_check --part 1 --output-dir DIR  # half of the rows, in under 9 minutes on one GPU
-    scripts/gpu_check --part 2 --output-dir DIR  # the others; the report in DIR then has all of them
-    scripts/gpu_check                            # all rows, of which those that do not fit into 9 minutes are named
-    scripts/gpu_check --only head --only step    # these
-    scripts/gpu_check --tiny                     # in small, also on a CPU: shows that the rows work
-    scripts/gpu_check --ranks 8                  # on 8 GPUs: the rows above on one, then those of several ranks
+    scripts/gpu_check --part 2 --output-dir DIR  # the other half; the report in DIR then has all rows
+    scripts/gpu_check                            # all rows; those for which 9 minutes do not suffice are named
+    scripts/gpu_check --only head --only step    # these rows
+    scripts/gpu_check --tiny                     # with small sizes, also on a CPU: shows that the rows run
+    scripts/gpu_check --ranks 8                  # on 8 GPUs: all rows on one GPU, then the rows for several ranks
 
-Random weights in the shapes of Qwen2.5, no network; neither vLLM nor Ray is imported. Writes `gpu_check.json` and
-`gpu_check.md` after every row, beside the rows that an earlier call on the same device wrote there. A row that runs out of
-time is stopped. Exit code 1: a row failed or broke, 0: all that ran passed. What is not installed is named.
+Models have random weights in the shapes of Qwen2.5. No network is used, and neither vLLM nor Ray is imported. After
+every row, `gpu_check.json` and `gpu_check.md` are written; rows that an earlier call on the same device wrote there are
+kept. A row that takes too long is stopped. The exit code is 1 if a row failed or raised an error, and 0 if all passed.
+Packages that are not installed are named.
 """
 
 import gc
@@ -83,7 +84,7 @@ GB = 1e9
 
 @dataclass
 class Bench:
-    """Where the rows run, and how large they are."""
+    """The device of the rows, and their sizes."""
 
     ranks: Ranks
     tiny: bool
@@ -113,14 +114,14 @@ class Bench:
         return Objective(AlgorithmConfig(policy_loss="ppo_clip"))
 
     def micro_batch(self, vocab: int, tokens: int, longest: int) -> MicroBatch:
-        """One of exactly so many tokens."""
+        """Return a micro-batch of exactly this number of tokens."""
         rng, lengths = np.random.default_rng(0), []
         while (left := tokens - sum(lengths)) > 0:
             lengths.append(min(left, int(rng.integers(longest // 4, longest + 1))))
         return gpu_step.random_micro_batch(rng, vocab, lengths)
 
     def seconds(self, call: Callable[[], Any], repeats: int = 5) -> float:
-        """The median of a call, after one that is not timed."""
+        """Return the median seconds of a call. A first call is not timed."""
         call()
         taken = []
         for _ in range(repeats):
@@ -132,7 +133,7 @@ class Bench:
         return float(np.median(taken))
 
     def peak_GB(self, call: Callable[[], Any]) -> float | None:
-        """Device memory that the call adds at its peak; None on a CPU."""
+        """Return the device memory in GB that the call adds at its peak; None on a CPU."""
         if not self.on_gpu:
             return None
         torch.cuda.empty_cache()
@@ -143,7 +144,7 @@ class Bench:
         return (torch.cuda.max_memory_allocated() - before) / GB
 
 
-Figures = dict[str, Any]  # of a row; "passed" among them
+Figures = dict[str, Any]  # the results of a row, with the key "passed"
 
 
 def relative_error(got: Tensor, expected: Tensor) -> float:
@@ -151,7 +152,7 @@ def relative_error(got: Tensor, expected: Tensor) -> float:
 
 
 def gradients(bench: Bench) -> Figures:
-    """1. A packed bfloat16 gradient, and log-probs, against plain float32, one sequence at a time."""
+    """1. Compare a packed bfloat16 gradient, and log-probs, with plain float32 of one sequence at a time."""
     shape, (sequences, longest, budget) = (
         bench.of(HALF_B, gpu_step.TINY),
         bench.of((32, 2048, 36_000), (12, 64, 256)),
@@ -168,17 +169,18 @@ def gradients(bench: Bench) -> Figures:
 
 @torch.no_grad()
 def eager_logprobs(model: Qwen2ForCausalLM, ids: np.ndarray) -> np.ndarray:
-    """(N,): transformers' own forward; the first is 0."""
+    """Return the log-probs (N,) by transformers' own forward; the first is 0."""
     tokens = torch.tensor(ids, dtype=torch.int64, device=model.device)
     logits = model(tokens[None]).logits[0, :-1].float()
     return np.concatenate([[0.0], -cross_entropy(logits, tokens[1:], reduction="none").cpu().numpy()])
 
 
 def attention(bench: Bench) -> Figures:
-    """2. Packed attention against SDPA of each sequence: forward and backward, grouped heads, a sliding window."""
+    """2. Compare packed attention with SDPA of each sequence: forward, backward, grouped heads, a sliding window."""
     heads, grouped, width, window = 14, 2, 64, bench.of(128, 5)
     lengths = bench.of([700, 33, 1500, 1, 256], [7, 1, 12, 5])
-    ends = np.cumsum([0, *(length + 1 for length in lengths)])  # the last token of a sequence is no input
+    # The last token of a sequence is no input of the model
+    ends = np.cumsum([0, *(length + 1 for length in lengths)])
     packing = packed.Packing(torch.arange(ends[-1], device=bench.device), torch.tensor(ends))
     bounds = packing.boundaries
 
@@ -206,7 +208,7 @@ def attention(bench: Bench) -> Figures:
         return [relative_error(a, b) for a, b in zip(found, right, strict=True)]
 
     def ours(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        # the states are of rows; without equal beginnings a row is a token
+        # Packed attention gets the states of rows. No beginnings are equal here, so each token is a row
         q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
         return packed.packed_attention(torch.nn.Module(), q, k, v, None, packing=packing)[0][0]
 
@@ -224,7 +226,7 @@ def attention(bench: Bench) -> Figures:
 
 
 def sharded(bench: Bench) -> Figures:
-    """3. FSDP2, one rank: float32 masters, bfloat16 compute; recomputed activations give the same gradient."""
+    """3. Test FSDP2 with one rank, float32 weights and bfloat16 compute: recomputed activations give the same gradient."""
     shape = bench.of(HALF_B, gpu_step.TINY)
     batches = [bench.micro_batch(shape["vocab_size"], *bench.of((8192, 1024), (128, 32)))]
     found = [
@@ -240,7 +242,7 @@ def sharded(bench: Bench) -> Figures:
 
 
 def head(bench: Bench) -> Figures:
-    """4. The chunked head against the whole one: time and memory of forward and backward."""
+    """4. Compare the chunked head with the whole one: time and memory of forward and backward."""
     tokens, vocab, width = bench.of((16_384, 151_936, 1536), (512, 2048, 64))
     dtype = torch.bfloat16 if bench.on_gpu else torch.float32
     hidden, weight = (
@@ -268,13 +270,13 @@ def head(bench: Bench) -> Figures:
     default = figures[f"chunks of {bench.of(DEFAULT_CHUNK_TOKENS, 128)}"]
     if isinstance(figures["whole"], dict):
         figures["ratio"] = default["seconds"] / figures["whole"]["seconds"]
-    # On a CPU, in small, a time says nothing
+    # On a CPU with small sizes, a time says nothing
     return figures | {"passed": not bench.on_gpu or figures.get("ratio", 0.0) <= 1.15}
 
 
 @contextmanager
 def fits(figures: Figures, name: str) -> Iterator[None]:
-    """What needs more memory than there is is a figure, not a failure."""
+    """Record a lack of memory in the block as a result, not as a failure."""
     try:
         yield
     except torch.OutOfMemoryError:
@@ -289,7 +291,10 @@ def clear() -> None:
 
 
 def step(bench: Bench) -> Figures:
-    """5. A whole step, forward, backward, AdamW: tokens/s, share of the matmul ceiling, memory; where the time goes."""
+    """5.
+
+    Measure a whole step (forward, backward, AdamW): tokens/s, fraction of the matmul rate, memory, where the time goes.
+    """
     size = bench.of(8192, 256)
     dtype = torch.bfloat16 if bench.on_gpu else torch.float32
     a, b = (torch.randn(size, size, device=bench.device).to(dtype) for _ in range(2))
@@ -315,13 +320,15 @@ def full_step(bench: Bench, shape: dict[str, Any], tokens: int, ceiling: float) 
     found = gpu_step.timed_steps(policy, bench.objective(), bench.ranks, [batch], bench.of(4, 1))
     flops = 6 * tokens * sum(p.numel() for name, p in policy.model.named_parameters() if "embed" not in name)
     if shape["tie_word_embeddings"]:
-        flops += 6 * tokens * shape["vocab_size"] * shape["hidden_size"] // 2  # the head; half is prompt
+        # The head is applied to the completion only, half of the tokens
+        flops += 6 * tokens * shape["vocab_size"] * shape["hidden_size"] // 2
     squares = int(np.square(np.diff(batch.cu_seqlens).astype(np.int64)).sum())
-    flops += 6 * shape["num_hidden_layers"] * shape["hidden_size"] * squares  # causal: half of 12
+    # Causal attention needs half of 12
+    flops += 6 * shape["num_hidden_layers"] * shape["hidden_size"] * squares
     model_flops = flops / found["step_seconds_median"]
     return {
         "tokens_per_second": found["tokens_per_second"],
-        "MFU": model_flops / ceiling,  # of the matmul that was measured here
+        "MFU": model_flops / ceiling,  # fraction of the matmul rate that was measured here
         "model_TFLOPs": model_flops / 1e12,
         "peak_GB": found["peak_memory_GB"],
         "profile": profile(bench, policy, batch),
@@ -329,7 +336,7 @@ def full_step(bench: Bench, shape: dict[str, Any], tokens: int, ceiling: float) 
 
 
 def profile(bench: Bench, policy: PolicyModel, batch: MicroBatch) -> dict[str, float]:
-    """Shares of the device's time in forward and backward, the largest ten."""
+    """Return the ten largest parts of the device's time in forward and backward, as fractions."""
     activity = torch.profiler.ProfilerActivity
     objective = bench.objective()
     activities = [activity.CPU, *([activity.CUDA] if bench.on_gpu else [])]
@@ -344,7 +351,7 @@ def profile(bench: Bench, policy: PolicyModel, batch: MicroBatch) -> dict[str, f
 
 
 def canary(bench: Bench) -> Figures:
-    """6. The self-test in bfloat16, trainer packed and engine eager: no false refusal, each lost tensor seen."""
+    """6. Test the self-test in bfloat16, trainer packed and engine eager: no false alarm, and each lost tensor is found."""
     shapes = {"28 x 1536": ONE_B, "28 x 3584": SEVEN_B | {"vocab_size": 32_768}}
     shapes = bench.of(shapes, {"tiny": gpu_step.TINY})
     shapes |= {f"{name}, outliers": shape for name, shape in list(shapes.items())[:1]}
@@ -359,7 +366,7 @@ def canary(bench: Bench) -> Figures:
 
 @torch.no_grad()
 def with_outliers(model: Qwen2ForCausalLM) -> Qwen2ForCausalLM:
-    """Four channels of the residual stream 50 times larger and damped by the norms, as trained models have them."""
+    """Make four channels of the residual stream 50 times larger, and let the norms damp them, as in trained models."""
     channels = torch.arange(0, model.config.hidden_size, model.config.hidden_size // 4)
     for name, weight in model.named_parameters():
         if "o_proj" in name or "down_proj" in name:
@@ -370,7 +377,7 @@ def with_outliers(model: Qwen2ForCausalLM) -> Qwen2ForCausalLM:
 
 
 def self_test(bench: Bench, shape: dict[str, Any], outliers: bool = False) -> Figures:
-    """Run the rounds of `Publisher` for an engine that reads nothing back: transformers' own forward in bfloat16."""
+    """Run the rounds of `Publisher` for an engine that cannot read back: transformers' own forward in bfloat16."""
     ids = Canary.text(shape["vocab_size"], bench.of(CANARY_TOKENS[1], 128))
     engine, trained = (bench.model(shape, torch.bfloat16).eval() for _ in range(2))
     if outliers:
@@ -411,9 +418,9 @@ def self_test(bench: Bench, shape: dict[str, Any], outliers: bool = False) -> Fi
 
 
 def sync(bench: Bench) -> Figures:
-    """7. What a sync does with the weights, seconds per GB of bfloat16, against a copy on the device and to the host.
+    """7. Measure the parts of a weight sync in seconds per GB of bfloat16, and a copy on the device and to the host.
 
-    Of several ranks also the gathering of shards and a broadcast, which is what NCCL does with them.
+    With several ranks, also measure gathering the shards and a broadcast, which NCCL does in a sync.
     """
     number = bench.of(1 << 29, 1 << 20)
     master = torch.randn(number, device=bench.device)
@@ -425,7 +432,7 @@ def sync(bench: Bench) -> Figures:
         "cast float32 to bfloat16": lambda: master.bfloat16(),
         "digest": lambda: tensor_digest(wire),
         "to the host": lambda: host.copy_(wire),
-        "to the host, pageable": lambda: pageable.copy_(wire),  # as a sync through the object store does
+        "to the host, pageable": lambda: pageable.copy_(wire),  # as in a sync through the object store
         "digest on the host": lambda: tensor_digest(host[: number // 8]),
     }
     if bench.ranks.world_size > 1:
@@ -442,7 +449,7 @@ def sync(bench: Bench) -> Figures:
 
 
 def against_transformers(bench: Bench) -> Figures:
-    """8. The same sequences by plain transformers: padded rows, autocast, AdamW. Ours: at least 1.3 x its tokens/s."""
+    """8. Compare with plain transformers (padded rows, autocast, AdamW): the library must reach 1.3 x its tokens/s."""
     shape = bench.of(HALF_B, gpu_step.TINY)
     batch = bench.micro_batch(shape["vocab_size"], *bench.of((16_384, 2048), (256, 64)))
     policy = bench.policy(shape, gradient_checkpointing=True)
@@ -478,7 +485,10 @@ def against_transformers(bench: Bench) -> Figures:
 
 
 def memory(bench: Bench) -> Figures:
-    """10. Offloading, copies of the shards (several ranks) and 8-bit moments: the same gradient, and what they take."""
+    """10.
+
+    Test offloading, copies of the shards (several ranks) and 8-bit moments: the same gradient; measure their memory.
+    """
     shape, (ranks, world_size) = bench.of(HALF_B, gpu_step.TINY), (bench.ranks, bench.ranks.world_size)
     layouts: dict[str, dict[str, Any]] = {"plain": {}, "offloaded": {"cpu_offload": True}}
     if world_size > 1:
@@ -507,7 +517,10 @@ def training_cost(
 
 
 def loading(bench: Bench) -> Figures:
-    """11. A rank reads its own rows of the weights, and the model is exported as it was: memory at the peaks, seconds."""
+    """11.
+
+    Let each rank read its own rows of the weights, export the model, and compare; measure peak memory and seconds.
+    """
     shape, figures = bench.of(ONE_B, gpu_step.TINY), dict[str, Any]()
     with tempfile.TemporaryDirectory() if bench.ranks.is_main else nullcontext("") as scratch:
         folders: list[Any] = [scratch]
@@ -516,7 +529,7 @@ def loading(bench: Bench) -> Figures:
         folder = Path(folders[0])
         if bench.ranks.is_main:
             bench.model(shape, torch.bfloat16).save_pretrained(folder / "model", max_shard_size="1GB")
-        bench.ranks.max([0.0])  # until it is written
+        bench.ranks.max([0.0])  # all ranks wait here until the file is written
         made: list[PolicyModel] = []
 
         def load() -> None:
@@ -542,9 +555,9 @@ def loading(bench: Bench) -> Figures:
 
 
 def peaks(bench: Bench, call: Callable[[], Any]) -> Figures:
-    """Memory that a call adds at its peak, on the device and of this process, and its seconds."""
+    """Return the memory that a call adds at its peak, on the device and in this process, and its seconds."""
     gc.collect()
-    Path("/proc/self/clear_refs").write_text("5")  # forgets the peak of the process
+    Path("/proc/self/clear_refs").write_text("5")  # resets the recorded peak of the process
     before, begun = host_peak_GB(), time.perf_counter()
     device = bench.peak_GB(call) if bench.on_gpu else call()
     return {
@@ -560,7 +573,7 @@ def host_peak_GB() -> float:
 
 
 def compiled(bench: Bench) -> Figures:
-    """9. `--torch-compile`: time on and off, and how often varied packings compile the layers again."""
+    """9. Test `--torch-compile`: time with and without it, and how often other packings make the layers compile again."""
     shape = bench.of(HALF_B, gpu_step.TINY)
     policy = bench.policy(shape)
     layouts = [
@@ -576,7 +589,7 @@ def compiled(bench: Bench) -> Figures:
 
     figures: Figures = {"off_seconds": bench.seconds(steps, bench.of(3, 1))}
     torch._dynamo.utils.counters.clear()
-    backend = "inductor" if bench.on_gpu else "eager"  # on a CPU only what compiles again is looked at
+    backend = "inductor" if bench.on_gpu else "eager"  # on a CPU, only count how often layers compile again
     with mock.patch("torch.compile", partial(torch.compile, backend=backend)):
         policy = bench.policy(shape, torch_compile=True)
     begun = time.perf_counter()
@@ -605,13 +618,13 @@ ROWS: dict[str, Callable[[Bench], Figures]] = {
     "memory": memory,
     "loading": loading,
 }
-# Rows of each call of `--part`. The first has what a training step needs, the second what surrounds it
+# Rows of each part of `--part`. The first part has what a training step needs, the second everything else
 PARTS = {
     1: ("gradients", "attention", "sharded", "head", "step"),
     2: ("canary", "sync", "transformers", "compile", "memory", "loading"),
 }
-LIMIT_S = 510.0  # of a call, with half a minute left for its start and end
-OF_RANKS = ("sync", "memory", "loading")  # the rows that several ranks compute together
+LIMIT_S = 510.0  # for one call; half a minute of 9 minutes remains for its start and end
+OF_RANKS = ("sync", "memory", "loading")  # rows that several ranks compute together
 
 
 def installed(name: str) -> str:
@@ -623,7 +636,7 @@ def installed(name: str) -> str:
 
 @contextmanager
 def stopped_after(limit_s: float) -> Iterator[None]:
-    """Raise TimeoutError in the block once the time is over."""
+    """Raise TimeoutError in the block when the time is over."""
 
     def stop(*_: Any) -> None:
         raise TimeoutError(
@@ -640,7 +653,7 @@ def stopped_after(limit_s: float) -> Iterator[None]:
 
 
 def checked(row: Callable[[Bench], Figures], bench: Bench, limit_s: float = LIMIT_S) -> Figures:
-    """A row's figures, and its outcome: passed, failed or broke (with the error)."""
+    """Return the results of a row with its outcome: passed, failed or broke (with the error)."""
     begun = time.perf_counter()
     try:
         with stopped_after(limit_s):
@@ -664,13 +677,15 @@ def table(report: dict[str, Any]) -> str:
 
 
 def main(
-    tiny: Annotated[bool, typer.Option(help="Toy shapes.")] = False,
-    only: Annotated[list[str] | None, typer.Option(help=f"Rows: {', '.join(ROWS)}.")] = None,
-    output_dir: Annotated[Path, typer.Option(help="Where the report goes.")] = Path("outputs"),
+    tiny: Annotated[bool, typer.Option(help="Use small shapes.")] = False,
+    only: Annotated[list[str] | None, typer.Option(help=f"Run only these rows: {', '.join(ROWS)}.")] = None,
+    output_dir: Annotated[Path, typer.Option(help="Folder of the report.")] = Path("outputs"),
     device: Annotated[str, typer.Option(help="auto, cpu or cuda")] = "auto",
     limit_s: Annotated[float, typer.Option(help="Seconds for all rows of this call.")] = LIMIT_S,
-    part: Annotated[int | None, typer.Option(help="1 or 2: half of the rows.", min=1, max=2)] = None,
-    ranks: Annotated[int, typer.Option(help=f"Then again with so many ranks: {', '.join(OF_RANKS)}.")] = 1,
+    part: Annotated[int | None, typer.Option(help="Run one half of the rows: 1 or 2.", min=1, max=2)] = None,
+    ranks: Annotated[
+        int, typer.Option(help=f"Then run {', '.join(OF_RANKS)} with this number of ranks.")
+    ] = 1,
 ) -> None:
     if unknown := set(only or ()) - ROWS.keys():
         raise typer.BadParameter(f"no row {', '.join(sorted(unknown))}; there are {', '.join(ROWS)}")
@@ -698,7 +713,7 @@ def main(
 
 
 def earlier_rows(output_dir: Path, report: dict[str, Any]) -> dict[str, Figures]:
-    """The rows that an earlier call wrote, if device, versions and sizes are the same."""
+    """Return the rows that an earlier call wrote, if device, versions and sizes are the same."""
     path = output_dir / "gpu_check.json"
     if not path.exists():
         return {}
@@ -707,7 +722,7 @@ def earlier_rows(output_dir: Path, report: dict[str, Any]) -> dict[str, Figures]
 
 
 def check_rows(tiny: bool, only: list[str] | None, output_dir: Path, device: str, limit_s: float) -> bool:
-    """Whether one of them failed."""
+    """Run rows, and return whether one of them failed."""
     begun = time.perf_counter()
     output_dir.mkdir(parents=True, exist_ok=True)
     with distributed_run(device) as ranks:
@@ -728,7 +743,7 @@ def check_rows(tiny: bool, only: list[str] | None, output_dir: Path, device: str
             (output_dir / "gpu_check.json").write_text(json.dumps(report, indent=2, default=str))
             (output_dir / "gpu_check.md").write_text(table(report))
         failed = any(report["rows"][name]["outcome"] != "passed" for name in rows)
-        failed = bool(ranks.max([float(failed)])[0])  # of any rank
+        failed = bool(ranks.max([float(failed)])[0])  # whether a row failed on any rank
         if ranks.is_main:
             print(table(report))
     return failed

@@ -1,10 +1,10 @@
-"""One optimizer step of a random Qwen2.5-0.5B in bfloat16, packed, against a plain float32 reference.
+"""Measure one optimizer step of a random Qwen2.5-0.5B in packed bfloat16, and compare it with plain float32.
 
     python -m benchmarks.gpu_step               # on a GPU
     python -m benchmarks.gpu_step --tiny        # a toy model, also on a CPU: shows that the script works
 
-Prints one JSON object: how well the packed bfloat16 gradient agrees with transformers' own float32 forward,
-one sequence at a time (cosine and norm ratio), and what a step costs (tokens per second, peak memory).
+It prints one JSON object. It says how well the packed bfloat16 gradient agrees with transformers' own float32 forward
+of one sequence at a time (cosine and norm ratio), and what a step costs (tokens per second, peak memory).
 """
 
 import json
@@ -59,7 +59,7 @@ def main(
         int, typer.Option(help="Longest sequence; the shortest has a quarter of it.")
     ] = 2048,
     max_tokens: Annotated[int, typer.Option(help="Token budget of a micro-batch.")] = 36_000,
-    steps: Annotated[int, typer.Option(help="Steps that are timed, after one that is not.")] = 5,
+    steps: Annotated[int, typer.Option(help="Timed steps; one more before them is not timed.")] = 5,
     gradient_checkpointing: Annotated[bool, typer.Option(help="Recompute activations.")] = True,
     device: Annotated[str, typer.Option(help="auto, cpu or cuda")] = "auto",
 ) -> None:
@@ -91,7 +91,7 @@ def random_model(config: Qwen2Config) -> Qwen2ForCausalLM:
 
 
 def random_step(vocab: int, num_sequences: int, max_length: int, max_tokens: int) -> list[MicroBatch]:
-    """Random sequences, half prompt and half completion, packed in order up to the token budget."""
+    """Return random sequences, half prompt and half completion, packed in order up to the token budget."""
     rng = np.random.default_rng(SEED)
     micro_batches, lengths = [], []
     for length in [*rng.integers(max_length // 4, max_length + 1, num_sequences).tolist(), None]:
@@ -105,7 +105,8 @@ def random_step(vocab: int, num_sequences: int, max_length: int, max_tokens: int
 def random_micro_batch(rng: np.random.Generator, vocab: int, lengths: list[int]) -> MicroBatch:
     total = sum(lengths)
     loss_mask = np.concatenate([np.arange(length) >= length // 2 for length in lengths])
-    near_uniform = -np.log(vocab) + 0.1 * rng.normal(size=total)  # what a random model says of any token
+    # About the log-prob that a random model gives to any token
+    near_uniform = -np.log(vocab) + 0.1 * rng.normal(size=total)
     return MicroBatch(
         input_ids=rng.integers(0, vocab, total).astype(np.int32),
         cu_seqlens=np.cumsum([0, *lengths]).astype(np.int32),
@@ -119,7 +120,10 @@ def random_micro_batch(rng: np.random.Generator, vocab: int, lengths: list[int])
 
 
 def reference_gradients(model: Qwen2ForCausalLM, micro_batches: list[MicroBatch]) -> dict[str, Tensor]:
-    """Of the summed clipped loss, written out; float32, one unpacked sequence at a time."""
+    """Return the gradients of the summed clipped loss, in float32, from one unpacked sequence at a time.
+
+    The loss is written out here, so that it does not share code with the library.
+    """
     for batch in micro_batches:
         for start, end in zip(batch.cu_seqlens[:-1], batch.cu_seqlens[1:], strict=True):
             ids, mask, old, advantages = (
@@ -152,7 +156,7 @@ def backward(policy: PolicyModel, objective: Objective, batch: MicroBatch) -> No
 
 
 def compare(got: dict[str, Tensor], expected: dict[str, Tensor]) -> dict[str, float]:
-    """Cosine and norm ratio over all weights together, and the cosine of the worst single tensor."""
+    """Return cosine and norm ratio over all weights together, and the cosine of the tensor with the lowest one."""
     product = sum((got[name].double() * expected[name].double()).sum() for name in expected)
     got_norm, expected_norm = (
         torch.stack([tensors[name].double().norm() for name in expected]).norm()

@@ -1,10 +1,11 @@
-"""The library against an independent GRPO in one file (`examples/plain_grpo.py`): the same learning curve, on-policy.
+"""Compare learning curves of the library and of an independent GRPO in one file (`examples/plain_grpo.py`), on-policy.
 
     python benchmarks/learning_curve.py --seeds 0 1 2 --steps 60
 
-Same model, tasks and hyper-parameters, --max-staleness 0. Prints held-out accuracy at temperature 1 by step and seed for
-both, and whether the means differ by more than the seed-to-seed spread (then the exit code is 1). The one difference left:
-the library's reward gives a part of the 0.1 for a half well-formed answer; 0.5 % of the answers are.
+Model, tasks and hyper-parameters are the same, with --max-staleness 0. It prints the held-out accuracy of both at
+temperature 1, by step and seed. If the means differ by more than the spread over seeds, the exit code is 1. One
+difference is left: the library's reward gives a part of the 0.1 for the format to a half well-formed answer. This
+concerns 0.5 % of the answers.
 """
 
 import argparse
@@ -21,7 +22,7 @@ PROMPTS, GROUP, LEARNING_RATE, WARM_UP, MAX_TOKENS = 32, 8, 2e-4, 5, 24
 
 
 def ours(seed: int, steps: int, every: int) -> dict[int, float]:
-    """Step -> held-out accuracy."""
+    """Train with the library, and return the held-out accuracy by step."""
     folder = Path(tempfile.mkdtemp(prefix="curve-"))
     command = [
         *[sys.executable, "-m", "async_grpo", "run", f"--output-dir={folder}", "--max-staleness=0"],
@@ -35,7 +36,8 @@ def ours(seed: int, steps: int, every: int) -> dict[int, float]:
         ],
         *[
             f"--learning-rate={LEARNING_RATE}",
-            f"--num-warmup-steps={WARM_UP + 1}",  # ours begins at 1/n of the rate, the other at 1/(n + 1)
+            # The library's first learning rate is 1/n of the peak, that of the other program 1/(n + 1)
+            f"--num-warmup-steps={WARM_UP + 1}",
             f"--max-generation-tokens={MAX_TOKENS}",
         ],
         *[
@@ -92,7 +94,7 @@ def main() -> None:
 
 
 def report(curves: dict[str, list[dict[int, float]]]) -> bool:
-    """Print the means by step; whether they agree within the seed-to-seed spread everywhere."""
+    """Print the means by step. Return whether they agree at every step within the spread over seeds."""
     agree = True
     print("step   ours   plain   difference   spread (largest max - min over seeds, at that step)")
     for step in sorted(curves["ours"][0]):

@@ -1,9 +1,9 @@
-"""How much memory a rank takes to load its shard of a model, beside what it takes for a tiny one.
+"""Measure the memory that a rank needs to load its shard of a model, compared with loading a tiny model.
 
     python -m benchmarks.loading                     # 1 GB of random weights in bfloat16 over 4 ranks, a minute
 
-Each rank should need its shard, one tensor, and little more; `--whole` loads as ranks do whose weights have other names
-in their files: the whole model each.
+Each rank should need its shard, one tensor, and little more. With `--whole`, each rank loads the whole model, as it
+must if the files have other names for the weights.
 """
 
 import argparse
@@ -41,7 +41,7 @@ MB = 2**20
 
 
 def make_model(folder: Path, layers: int, hidden: int, vocabulary: int) -> int:
-    """A random Qwen2, in bfloat16 as most are; returns the bytes of its largest tensor in float32, as ranks hold it."""
+    """Write a random Qwen2 in bfloat16, and return the bytes of its largest tensor in float32, the dtype of the ranks."""
     shape = {"hidden_size": hidden, "intermediate_size": 4 * hidden, "num_hidden_layers": layers}
     heads = {"num_attention_heads": hidden // 64, "num_key_value_heads": 1, "max_position_embeddings": 512}
     model = Qwen2ForCausalLM(Qwen2Config(vocab_size=vocabulary, tie_word_embeddings=True, **shape, **heads))
@@ -50,7 +50,7 @@ def make_model(folder: Path, layers: int, hidden: int, vocabulary: int) -> int:
 
 
 def measure(folder: Path, ranks: int, how: str) -> list[tuple[int, int]]:
-    """(peak, shard) of each rank, in bytes."""
+    """Return (peak, shard) of each rank, in bytes."""
     with tempfile.TemporaryDirectory() as out:
         torchrun = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={ranks}"]
         torchrun += ["--master-addr=127.0.0.1", f"--master-port={free_port()}", "--no-python"]

@@ -1,14 +1,17 @@
-"""What order and depth do to a step when lengths have long tails: an event simulation, no model and no clock of its own.
+"""Simulate steps whose completion lengths have long tails, for different orders of training and numbers of groups alive.
 
     python -m benchmarks.long_tails --sigma 1 1.4 --bound 4 --alive 2 2.2 2.5 3
 
-The real StalenessBudget and StepAssembler in virtual time. 64 groups of 16 per step; an engine of 1,024 places, one token
-of every running sequence at a time; completions of log-normal length; a trainer that works on each group as it is handed
-out (50 s a step) and then syncs (5 s); scoring takes no time. First the order of admission (`--max-staleness` alone), then
-`--groups-alive` below what the bound allows, in steps' worth. Staleness is told twice: of groups (step less the version
-that was live at admission, as far as their oldest token goes) and of tokens, what the metric `staleness_mean` is in a run:
-with weights that change under way, the later tokens of a long completion are younger. `least`: a group that takes D
-seconds to generate sees floor(D / step time) versions go live at least, in whatever order groups are trained.
+The simulation uses the real StalenessBudget and StepAssembler in virtual time, without a model. A step has 64 groups of
+16. An engine has 1,024 places, and generates one token of every running sequence at a time. Completions have log-normal
+lengths. The trainer works on each group as soon as it gets it (50 s for a step), and then syncs (5 s). Scoring takes no
+time.
+
+First, groups are trained in the order of admission (`--max-staleness` alone). Then `--groups-alive`, given in steps, is
+lower than the bound allows. Two kinds of staleness are printed. That of a group is (its step) - (version that was live
+at its admission), so it belongs to the oldest tokens. That of tokens is the metric `staleness_mean` of a run; it is
+lower, because weights change while a long completion is generated. `least`: while a group takes D seconds to generate,
+at least floor(D / step time) versions go live, in whatever order groups are trained.
 """
 
 import argparse
@@ -28,7 +31,7 @@ OK = Verdict(RewardStatus.OK, 1.0)
 
 
 class _Unpacked:
-    """No packing: the trainer's time goes by groups."""
+    """Takes the place of packing: the trainer's time depends only on the number of groups."""
 
     def add(self, sample: Sample) -> None: ...
 
@@ -37,7 +40,7 @@ class _Unpacked:
 
 
 class _HandedOut:
-    """In place of advantages: notes which groups went to the trainer."""
+    """Takes the place of advantages: records which groups went to the trainer."""
 
     group_local = True
 
@@ -51,7 +54,7 @@ class _HandedOut:
 
 @dataclass
 class Rollout:
-    """A group while it is generated: one start and one length per member, in seconds."""
+    """A group while it is generated: a start and a length for each member, in seconds."""
 
     version: int
     lengths: np.ndarray
@@ -65,12 +68,12 @@ class Outcome:
     group_staleness: float
     token_staleness: float
     oldest: int
-    least: float  # staleness of groups that no order could have avoided at this pace
-    engine_used: float  # share of the places
+    least: float  # mean staleness of groups that no order of training could avoid at this speed
+    engine_used: float  # mean fraction of the engine's places that are in use
 
 
 class Simulation:
-    """One run in virtual seconds."""
+    """One simulated run in virtual seconds."""
 
     def __init__(
         self, bound: int, alive: int | None, sigma: float, median_s: float, longest_s: float, seed: int
@@ -81,12 +84,12 @@ class Simulation:
         self.draw, self.sigma = np.random.default_rng(seed), sigma
         self.median_s, self.longest_s = median_s, longest_s
         self.now, self.places, self.used_s = 0.0, PLACES, 0.0
-        self.events: list[tuple[float, int, int]] = []  # when, which group (-1: new weights), which member
-        self.queue: deque[tuple[int, int]] = deque()  # members that wait for a place
+        self.events: list[tuple[float, int, int]] = []  # (time, group, member); group -1 means new weights
+        self.queue: deque[tuple[int, int]] = deque()  # (group, member) of the members that wait for a place
         self.rollouts: list[Rollout] = []
-        self.live_at: list[float] = [0.0]  # of each version
+        self.live_at: list[float] = [0.0]  # time at which each version went live
         self.trainer_free_at = 0.0
-        self.ages: list[tuple[int, Rollout]] = []  # (step, rollout)
+        self.ages: list[tuple[int, Rollout]] = []  # (step, rollout) of each trained group
 
     def run(self, steps: int, warm_up: int) -> Outcome:
         asyncio.run(self._run(steps))
@@ -147,13 +150,19 @@ class Simulation:
         self._train(len(self.handed_out.groups))
 
     def _train(self, groups: int) -> None:
-        """Each group takes the trainer its share of a step, as soon as it has come and the ones before are done."""
+        """Train so many groups.
+
+        Each takes its part of a step's time, once it is there and the groups before it are done.
+        """
         for _ in range(groups):
             self.trainer_free_at = max(self.trainer_free_at, self.now) + TRAIN_S / GROUPS
         del self.handed_out.groups[:groups]
 
     def _token_staleness(self, step: int, rollout: Rollout) -> tuple[float, float]:
-        """(seconds of generating, the same times the staleness): versions go live while a member generates."""
+        """Return (seconds of generation of all members, the same seconds multiplied by the staleness of their tokens).
+
+        The staleness changes while a member is generated, because new versions go live.
+        """
         live_at = np.array(self.live_at[1 : step + 1])
         starts = np.array(rollout.starts)[:, None]
         younger = np.clip(starts + rollout.lengths[:, None] - np.maximum(live_at, starts), 0, None)
@@ -167,13 +176,18 @@ def main() -> None:
     )
     parser.add_argument("--sigma", type=float, nargs="+", default=[1.0, 1.4])
     parser.add_argument(
-        "--median-s", type=float, default=30.0, help="of a completion: 1,500 tokens at 50 a second"
+        "--median-s",
+        type=float,
+        default=30.0,
+        help="median seconds of a completion: 1,500 tokens at 50 per second",
     )
     parser.add_argument(
-        "--longest-s", type=float, default=328.0, help="where completions are cut off: 16,384 tokens"
+        "--longest-s", type=float, default=328.0, help="maximum seconds of a completion: 16,384 tokens"
     )
-    parser.add_argument("--bound", type=int, default=4, help="--max-staleness where fewer are alive")
-    parser.add_argument("--alive", type=float, nargs="+", default=[2, 2.2, 2.5, 3], help="in steps' worth")
+    parser.add_argument("--bound", type=int, default=4, help="--max-staleness of the runs with --alive")
+    parser.add_argument(
+        "--alive", type=float, nargs="+", default=[2, 2.2, 2.5, 3], help="--groups-alive, in steps"
+    )
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--seeds", type=int, default=3)
     args = parser.parse_args()

@@ -1,8 +1,8 @@
-"""The table of docs/lora.md: which sizes of Qwen2.5 train on one shared GPU, by the formulas of `--dry-run`.
+"""Print the table of docs/lora.md: sizes of Qwen2.5 that train on one shared GPU, by the formulas of `--dry-run`.
 
     python -m benchmarks.lora_memory
 
-In GB (10^9 bytes). No weights are made: the models exist on torch's meta device.
+Sizes are in GB (10^9 bytes). No weights are made: the models are on torch's meta device.
 """
 
 import os
@@ -23,9 +23,9 @@ from benchmarks.memory_table import qwen2
 
 RANK = 16
 MICRO_BATCH_TOKENS = 4096
-CACHED_TOKENS = 32 * 2048  # 32 sequences of 2,048 tokens at once
+CACHED_TOKENS = 32 * 2048  # tokens in the KV cache: 32 sequences of 2,048 tokens at once
 CARDS_GB = (16, 24, 48, 80)
-# layers, hidden, intermediate, heads, key-value heads, vocabulary, tied
+# name -> layers, hidden size, intermediate size, heads, key-value heads, vocabulary, whether embeddings are tied
 SIZES = {
     "0.5B": (24, 896, 4864, 14, 2, 151_936, True),
     "1.5B": (28, 1536, 8960, 12, 2, 151_936, True),

@@ -1,15 +1,16 @@
-"""A controller with a thousand workers and a hundred thousand samples in flight: its memory, its CPU, and their cost.
+"""Measure memory and CPU of a controller with a thousand workers and a hundred thousand samples in flight.
 
     python -m benchmarks.many_workers
     python -m benchmarks.many_workers --workers 64 --groups 100 --steps 6
 
-The real controller, registry and batcher; engines, rewards and trainer only wait. Time is virtual where all wait, and goes
-by the CPU that the controller takes where it works, as one core would. Lengths are log-normal.
+Controller, registry and batcher are real. Engines, rewards and trainer only wait. Time is virtual while everything
+waits. While the controller works, time advances by the CPU time that it uses, as on one core. Lengths are log-normal.
 
-The bound: what the same lengths allow under the same staleness if the controller took no time. With P groups a step and S
-steps of staleness group i is admitted when step i // P - S - 1 is live, step k begins when its groups are whole and step
-k - 1 has ended, and is live `--train-s` later. Utilisation is the share of the places in flight that generate; its ratio to
-the bound's is that of the seconds, as the work is the same.
+The result is compared with a bound: the time that the same lengths would take with the same staleness if the controller
+took no time. With P groups per step and staleness S, group i is admitted when step i // P - S - 1 is live. Step k
+begins when its groups are complete and step k - 1 has ended, and is live `--train-s` later. Utilisation is the fraction
+of places in flight that generate. The work is the same in both, so (utilisation) / (utilisation of the bound) is
+(seconds of the bound) / (seconds).
 """
 
 import asyncio
@@ -35,24 +36,25 @@ from async_grpo.protocols import WeightPackage
 from async_grpo.testing import FakeVerification, completion
 from async_grpo.types import GENERATION, Completion, FinishReason
 
-TOKEN_S, MEDIAN, SIGMA, LONGEST = 0.2, 256, 0.8, 2048  # of a completion, in tokens
+# Seconds of a token, and median, sigma and maximum of a completion's length in tokens
+TOKEN_S, MEDIAN, SIGMA, LONGEST = 0.2, 256, 0.8, 2048
 
 
 class WorkingLoop(VirtualLoop):
-    """Its time also goes by the CPU that this process takes."""
+    """An event loop whose virtual time also advances by the CPU time that this process uses."""
 
     def time(self) -> float:
         return self._now + time.process_time()
 
 
 def lengths(ordinal: int, members: int) -> np.ndarray:
-    """(members,) tokens of the completions of a prompt."""
+    """Return the lengths (members,) of the completions of a prompt, in tokens."""
     drawn = np.random.default_rng(ordinal).lognormal(np.log(MEDIAN), SIGMA, members)
     return np.clip(drawn, 1, LONGEST).astype(int)
 
 
 class Link:
-    """`WorkerLink` to an engine that makes a token in TOKEN_S, of however many sequences."""
+    """A `WorkerLink` to an engine that generates a token of every sequence in TOKEN_S, however many there are."""
 
     live = 0
 
@@ -78,7 +80,7 @@ class Link:
 
 
 def bound_s(config: BatchConfig, train_s: float) -> float:
-    """Seconds until the last step is live, if the controller took none."""
+    """Return the seconds until the last step is live if the controller takes no time."""
     live: list[float] = []
     for step in range(config.num_steps):
         admitted = live[step - config.max_staleness - 1] if step > config.max_staleness else 0.0
@@ -89,16 +91,16 @@ def bound_s(config: BatchConfig, train_s: float) -> float:
 
 
 async def train(config: BatchConfig, workers: int, train_s: float) -> float:
-    """Seconds from the first admission until the last step is live."""
+    """Return the seconds from the first admission until the last step is live."""
     settings = SharedRunSettings("run", "", 9, "float32", 1.0, (), 9, 9, "object_store", (), 7, library="")
     controller = RunController(settings, 60.0, Link, "least_loaded")
     places = -(-config.samples_in_flight // workers)
-    places += -places % config.samples_per_question  # whole groups
+    places += -places % config.samples_per_question  # round up to whole groups
     names = [f"w{number}" for number in range(workers)]
     for name in names:
         await controller.register(WorkerInfo(name, GENERATION, places, 10**9), None)
     await controller.end_sync(WeightPackage(0, {}, [], [], np.zeros(0), 1e-4), names)
-    # In the order of the cursor: the first token of a prompt is its ordinal
+    # The first token of a prompt is its ordinal, in the order in which the cursor draws prompts
     count = config.num_steps * config.groups_per_step
     order = np.random.default_rng((config.infinite_sampler_seed, 0)).permutation(count)
     row = {"input": "", "answer": ""}
@@ -119,10 +121,10 @@ async def train(config: BatchConfig, workers: int, train_s: float) -> float:
 
 def main(
     workers: Annotated[int, typer.Option(help="Registered workers.")] = 1024,
-    groups: Annotated[int, typer.Option(help="Per step.")] = 1563,
+    groups: Annotated[int, typer.Option(help="Groups of a step.")] = 1563,
     members: Annotated[int, typer.Option(help="Samples per group.")] = 32,
-    staleness: Annotated[int, typer.Option(help="Steps.")] = 1,
-    steps: Annotated[int, typer.Option(help="Of the run.")] = 4,
+    staleness: Annotated[int, typer.Option(help="Maximum staleness in steps.")] = 1,
+    steps: Annotated[int, typer.Option(help="Steps of the run.")] = 4,
     train_s: Annotated[float, typer.Option(help="Seconds of a step and its sync.")] = 60.0,
 ) -> None:
     config = BatchConfig(

@@ -1,8 +1,8 @@
-"""The table of docs/clusters.md: memory by role for the sizes of Qwen2.5, by the formulas of `--dry-run` and `doctor`.
+"""Print the table of docs/clusters.md: memory by role for sizes of Qwen2.5, by the formulas of `--dry-run` and `doctor`.
 
     python -m benchmarks.memory_table
 
-In GB (10^9 bytes). No weights are made: the models exist on torch's meta device.
+Sizes are in GB (10^9 bytes). No weights are made: the models are on torch's meta device.
 """
 
 import os
@@ -19,7 +19,7 @@ from async_grpo.inference.config import kv_cache_bytes
 from async_grpo.launch.local_config import LocalConfig
 from async_grpo.launch.plan import limits, roles
 
-TOKENS = 16_384  # of a micro-batch
+TOKENS = 16_384  # tokens of a micro-batch
 # name: layers, hidden, intermediate, heads, key-value heads, vocabulary, tied; trainer ranks, engines, GPUs of each
 SIZES = {
     "1.5B": (28, 1536, 8960, 12, 2, 151_936, True, 8, 8, 1),
@@ -61,7 +61,7 @@ def row(name: str) -> list[str]:
     shape = qwen2(*sizes)
     with torch.device("meta"):
         total = sum(weight.numel() for weight in AutoModelForCausalLM.from_config(shape).parameters())
-    devices = {"CUDA_VISIBLE_DEVICES": ",".join(map(str, range(ranks)))}  # the engines have others
+    devices = {"CUDA_VISIBLE_DEVICES": ",".join(map(str, range(ranks)))}  # the engines have other GPUs
     with patch.dict(os.environ, devices), tempfile.TemporaryDirectory() as folder:
         shape.save_pretrained(folder)
 

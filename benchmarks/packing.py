@@ -1,14 +1,17 @@
-"""How much of the token budget packing uses, and how even the ranks' work is, for lengths like DeepScaleR's.
+"""Measure how much of the token budget packing uses, and how equal the work of the ranks is.
 
     python -m benchmarks.packing --samples 512 1024 --ranks 2 4 8 --seeds 3
 
-Log-normal completion lengths (median 2,500 tokens, sigma 0.9, cut at --longest), prompts of 60 to 300 tokens, groups of
-16, a budget of 36,000 tokens a rank. Three ways for samples to come: all at once (`whole`), in random order faster than
-the trainers take them (`ahead`), and so slowly that the trainers always wait (`hungry`). Per round, a micro-batch for each
-rank: `used`: tokens / (ranks x budget), `even`: mean / highest cost of the ranks, which is the share of the time in which
-they work. `used` leaves out the last round of each step, which holds what is left; `rounds` counts it, beside the fewest
-that the tokens allow. Cost: tokens + squared lengths / (12 x hidden size), see `experience/packing.py`. `ms`: CPU time of
-packing a step, per sample in brackets.
+Lengths are like those of DeepScaleR: log-normal completions (median 2,500 tokens, sigma 0.9, at most --longest),
+prompts of 60 to 300 tokens, groups of 16, a budget of 36,000 tokens per rank. Samples arrive in three ways: all at once
+(`whole`), in random order faster than the trainers take them (`ahead`), or so slowly that the trainers always wait
+(`hungry`).
+
+A round has one micro-batch for each rank. `used` is tokens / (ranks x budget). It leaves out the last round of each
+step, which has only the rest. `even` is (mean cost of the ranks) / (highest cost), the fraction of the time in which
+ranks work. `rounds` counts all rounds; the smallest number that the tokens allow stands beside it. The cost is tokens +
+squared lengths / (12 x hidden size), see `experience/packing.py`. `ms` is the CPU time of packing a step, with the time
+per sample in brackets.
 """
 
 import argparse
@@ -37,7 +40,10 @@ def samples_of(count: int, longest: int, draw: np.random.Generator) -> list[Samp
 
 
 def rounds_of(packer: Packer, samples: list[Sample], way: str) -> list[list[MicroBatch]]:
-    """A step's rounds. Trainers that are ahead ask after every sample, others after as many as a round holds."""
+    """Return the rounds of a step.
+
+    Trainers that are ahead ask for a round after every sample, the others after as many samples as fill a round.
+    """
     per_round = 1 if way == "hungry" else 40 * packer.num_ranks
     rounds: list[list[MicroBatch]] = []
     for number, sample in enumerate(samples):

@@ -1,12 +1,12 @@
-"""Plants small faults in a copy of the checkout, one at a time, and says which the tests catch.
+"""Plant small faults in a copy of the checkout, one at a time, and show which of them the tests catch.
 
     python -m benchmarks.planted_faults                 all of them, which takes some minutes
-    python -m benchmarks.planted_faults gspo schedules  those whose names or tests hold one of these texts
-    python -m benchmarks.planted_faults --check         only whether each still has its place in the source
+    python -m benchmarks.planted_faults gspo schedules  those whose names or tests contain one of these texts
+    python -m benchmarks.planted_faults --check         only check that each fault can still be planted
 
-The faults stand in `planted_faults.toml`. One is caught if one of its tests fails with it; that they pass without it is
-the business of `scripts/test`. The copy lies in a temporary folder and is imported from there; what is installed or
-lies in the checkout is not touched.
+`planted_faults.toml` lists the faults. A fault is caught if one of its tests fails with it. `scripts/test` shows that
+the tests pass without it. The copy is in a temporary folder, and tests import it from there. The checkout and installed
+packages do not change.
 """
 
 import argparse
@@ -22,12 +22,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-TIMEOUT_S = 400.0  # for the tests of one fault; a fault may make them wait
+TIMEOUT_S = 400.0  # seconds for the tests of one fault, which may make them wait
 
 
 @dataclass(frozen=True)
 class Fault:
-    """See `planted_faults.toml`."""
+    """A fault; `planted_faults.toml` explains its fields."""
 
     name: str
     file: str
@@ -45,8 +45,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("names", nargs="*", help="only faults whose names or tests hold one of these texts")
-    parser.add_argument("--check", action="store_true", help="only look whether each fault has its place")
+    parser.add_argument(
+        "names", nargs="*", help="only faults whose names or tests contain one of these texts"
+    )
+    parser.add_argument(
+        "--check", action="store_true", help="only check that each fault can still be planted"
+    )
     arguments = parser.parse_args()
     chosen = [
         fault for fault in FAULTS if any(n in f"{fault.name} {fault.tests}" for n in arguments.names or [""])
@@ -68,7 +72,7 @@ def source_of(root: Path, fault: Fault) -> Path:
 
 
 def copied(folder: Path) -> Path:
-    """The files of the checkout that git knows, as they are on the disk now."""
+    """Copy the files of the checkout that git knows, in their present state, and return the folder of the copy."""
     listed = subprocess.run(
         ["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True
     ).stdout
@@ -81,7 +85,7 @@ def copied(folder: Path) -> Path:
 
 
 def is_caught(copy: Path, fault: Fault) -> bool:
-    """Plant the fault, run its tests, take it out again."""
+    """Plant the fault, run its tests, and remove it again. Return whether a test failed."""
     path = source_of(copy, fault)
     text = path.read_text()
     path.write_text(text.replace(fault.old, fault.new))
@@ -96,13 +100,20 @@ def is_caught(copy: Path, fault: Fault) -> bool:
 
 
 def of_schedule(told: str) -> str:
-    """By which of the random schedules, which are run in the order of their seeds, if it was one."""
+    """Return a text that names the random schedule that caught the fault, or "".
+
+    Random schedules are run in the order of their seeds.
+    """
     seed = re.search(r"by Schedule\(seed=(\d+)", told)
     return f" (schedule {seed[1]}, after {int(seed[1])} that held)" if seed else ""
 
 
 def run_tests(copy: Path, tests: str) -> str | None:
-    """What is said when a test fails; None: none does. Raises RuntimeError if none was run."""
+    """Run tests, and return the output if one of them fails, else None.
+
+    Raises:
+        RuntimeError: No test was run.
+    """
     command = f"{sys.executable} -m pytest -q -x -p no:cacheprovider {tests}"
     environment = os.environ | {"PYTHONPATH": str(copy), "PYTHONDONTWRITEBYTECODE": "1"}
     try:

@@ -1,9 +1,10 @@
-"""What the VerifierPool costs: math_verify against plain processes that call the library, and a trivial function.
+"""Measure what the VerifierPool costs: math_verify against processes that call the library directly, and a trivial reward.
 
     python -m benchmarks.pool_throughput --processes 2 --samples 3000
 
-Prints samples per second of both, their ratio (bound: at least 0.85), and the overhead per call of a trivial reward with 64
-samples in flight (bound: below 1 ms). Alternates the two, and takes the best of each, as other programs only ever slow one.
+It prints samples per second of both and their ratio (at least 0.85), and the overhead per call of a trivial reward with
+64 samples in flight (below 1 ms). The two are measured in turns, and the best of each counts, because other programs
+can only make them slower.
 """
 
 import argparse
@@ -26,7 +27,7 @@ REWARD_ADAPTERS = {"trivial": trivial}
 
 
 def samples(count: int) -> list[dict]:
-    """Completions in the style of a mathematical data set; half of them are right."""
+    """Return samples in the style of a data set of mathematics. Half of them are right."""
     return [
         {
             "completion": rf"Adding, \frac{{{i}}}{{7}} simplifies, so the answer is \boxed{{\frac{{{2 * i}}}{{14}}}}.",
@@ -50,7 +51,7 @@ def _plain_worker(part: list[dict], ready, start, total) -> None:
 
 
 def plain(rows: list[dict], processes: int) -> tuple[float, float]:
-    """(seconds, summed rewards) of processes that call the library in a loop."""
+    """Return (seconds, sum of rewards) of processes that call the library in a loop."""
     context = multiprocessing.get_context("spawn")
     ready, start, total = context.Semaphore(0), context.Event(), context.Value("d", 0.0)
     workers = [
@@ -71,7 +72,7 @@ def plain(rows: list[dict], processes: int) -> tuple[float, float]:
 async def pooled(
     source: RewardRegistrySource, adapter: str, rows: list[dict], processes: int, in_flight: int
 ) -> tuple[float, float]:
-    """(seconds, summed rewards) of the pool, with so many samples in flight."""
+    """Return (seconds, sum of rewards) of the pool with `in_flight` samples at a time."""
 
     async def make(name: str) -> AdapterProcess:
         return await AdapterProcess(source, name).start()

@@ -1,9 +1,10 @@
-"""Slow rewards on the real chain: seconds per step of five ways to overlap, against their closed forms.
+"""Measure seconds per step with slow rewards in a real run, for five ways to overlap work, against formulas.
 
     python -m benchmarks.real_delays --steps 20           # about 15 minutes; alone on the machine
 
-Real Ray, vLLM, verifiers, FSDP and weight sync on the tiny countdown model; only the judge is simulated: each reward waits
-uniform(0.2, 4) s, 64 at a time. A step is N = 128 samples in groups of 8. The other ways are ours with a part held back:
+Ray, vLLM, verifiers, FSDP and weight sync are real, with the tiny countdown model. Only the judge is simulated: each
+reward waits uniform(0.2, 4) s, 64 at a time. A step has N = 128 samples in groups of 8. `ours` is this library. In the
+other modes, some of its parts wait for whole steps:
 
     sync       on-policy; scored when all of the step are generated, trained on when all of them are scored
     pipeline   on-policy; scored when all are generated, trained on in micro-batches as they fill up
@@ -40,7 +41,8 @@ BUSY = N * MEAN / SLOTS
 R = BUSY - SECOND_MOMENT / (2 * MEAN) + HIGH
 WHOLE_GENERATION = f"--engine={HERE / 'real_delays_engine.py'}:StepwiseEngine"
 WHOLE_STEP = f"--advantage-estimator={HERE / 'real_delays_rewards.py'}:grpo_whole_step"
-MODES: dict[str, tuple[int, list[str]]] = {  # staleness, and what is held back
+# Mode -> staleness, and the options that make parts wait for whole steps
+MODES: dict[str, tuple[int, list[str]]] = {
     "sync": (0, [WHOLE_GENERATION, WHOLE_STEP]),
     "pipeline": (0, [WHOLE_GENERATION]),
     "one-off": (1, [WHOLE_GENERATION, WHOLE_STEP]),
@@ -50,7 +52,7 @@ MODES: dict[str, tuple[int, list[str]]] = {  # staleness, and what is held back
 
 
 def run(mode: str, steps: int, skip: int, *, delays: bool = True) -> list[dict[str, Any]]:
-    """The metrics lines of one run, without its first `skip`."""
+    """Return the metrics lines of one run, without the first `skip`."""
     folder = Path(tempfile.mkdtemp(prefix="real-delays-"))
     staleness, held_back = MODES[mode]
     command = [
@@ -77,13 +79,13 @@ def run(mode: str, steps: int, skip: int, *, delays: bool = True) -> list[dict[s
     ]
     subprocess.run(command, check=True, cwd=HERE.parent, stdout=sys.stderr, timeout=1800)
     lines = [json.loads(line) for line in (folder / "training_metrics.jsonl").read_text().splitlines()]
-    for line in lines:  # a reward that fails is quick: the measurement would be of nothing
+    for line in lines:  # a failed reward is quick, so the measurement would be wrong
         assert line["num_reward_ok"] == N, line
     return lines[skip:]
 
 
 def closed_form(mode: str, g: float, u: float, w: float) -> float:
-    """Ideal seconds per step."""
+    """Return the ideal seconds per step, by the formula at the top of this file."""
     staleness, _ = MODES[mode]
     trained = u if mode in ("sync", "one-off") else u / M
     latency = (max(g, R) if mode == "ours" else g + R) + trained + w
@@ -95,7 +97,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--steps", type=int, default=20)
-    parser.add_argument("--skip", type=int, default=5, help="steps that are not counted, at the beginning")
+    parser.add_argument("--skip", type=int, default=5, help="number of first steps that are not measured")
     args = parser.parse_args()
     alone = run("sync", args.steps, args.skip, delays=False)
     keys = ("seconds_waiting_for_experience", "seconds_computing", "seconds_publishing_weights")

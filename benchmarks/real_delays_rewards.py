@@ -1,4 +1,4 @@
-"""What `real_delays.py` gives a run beside its options: a slow reward, and an estimator that waits for the whole step."""
+"""A slow reward for `real_delays.py`, and an estimator that waits for the whole step."""
 
 import asyncio
 import random
@@ -7,7 +7,10 @@ from async_grpo.algorithm.outcome_advantages import grpo
 
 
 async def slow_countdown(sample: dict, low: float = 0.2, high: float = 4.0) -> dict:
-    """The countdown reward after a wait, as of a remote judge; 64 samples wait at a time (an async reward's capacity)."""
+    """Return the countdown reward after a wait like that of a remote judge.
+
+    64 samples wait at a time, the capacity of an async reward.
+    """
     from async_grpo.rewards.builtin.countdown import score
 
     await asyncio.sleep(random.uniform(low, high))
@@ -15,8 +18,11 @@ async def slow_countdown(sample: dict, low: float = 0.2, high: float = 4.0) -> d
 
 
 def grpo_whole_step(rewards, used, groups):
-    """GRPO as a bare function: the library must take it for batch-coupled, so no micro-batch is made before the last
-    group of the step has its rewards."""
+    """Compute GRPO in a function that declares nothing.
+
+    So the library must assume that it needs the whole batch, and makes no micro-batch before all groups of the step are
+    scored.
+    """
     return grpo(rewards, used, groups)
 
 

@@ -1,10 +1,10 @@
-"""Every recipe, estimator and loss on real parts: does a short run raise the held-out accuracy?
+"""Run every recipe, estimator and loss with a real engine, verifier and trainer. Does the held-out accuracy rise?
 
     python -m benchmarks.recipes --what recipes --steps 40
     python -m benchmarks.recipes --what estimators losses --steps 3
 
-Prints accuracy before and after, and the last step's reward. With 3 steps it only shows that every name runs to its end on
-a real engine, a real verifier and a real FSDP trainer.
+It prints the accuracy before and after, and the last step's reward. With 3 steps it shows only that every name runs to
+its end on a real engine, a real verifier and a real FSDP trainer.
 """
 
 import argparse
@@ -15,12 +15,12 @@ from async_grpo.config.recipes import RECIPES
 from benchmarks.runs import countdown_run
 
 PROCESS = "--reward-fns=countdown_steps"
-# The recipe's 50 steps of the critic alone would leave none for the policy
+# The recipe trains only the critic in the first 50 steps. None would be left for the policy
 SHORT = {"vapo": ("--critic-warmup-steps=1",)}
 
 
 def cases(what: list[str]) -> dict[str, tuple[str, ...]]:
-    """Name -> options of the run."""
+    """Return the options of each run, by name."""
     found: dict[str, tuple[str, ...]] = {}
     if "recipes" in what:
         for name in RECIPES:

@@ -1,10 +1,11 @@
-"""What the worker registry costs: one decision among a thousand workers, and thousands of callers that wait.
+"""Measure what the worker registry costs: one decision among a thousand workers, and thousands of callers that wait.
 
     python -m benchmarks.registry
     python -m benchmarks.registry --workers 8 --waiters 5000
 
-CPU time of this process, in a table: an admission that finds room (the decision, its lease, and giving that back; `bare`:
-the decision alone), one that waited in line, and the share of a core that waiting takes.
+It prints the CPU time of this process in a table: an admission that finds room (the decision, its lease, and the
+release of the lease; `bare` is the decision alone), an admission that has waited in line, and the fraction of a core
+that waiting takes.
 """
 
 import asyncio
@@ -29,7 +30,7 @@ def registry_of(workers: int) -> WorkerRegistry:
 
 
 async def admissions(workers: int, rounds: int) -> dict[str, float]:
-    """Of groups of 8 with few or many tokens, where half of the places are taken by such groups."""
+    """Return the microseconds of admissions of groups of 8 with few or many tokens. Half of the places are in use."""
     registry, draw = registry_of(workers), random.Random(0)
     for _ in range(workers * MAX_SEQUENCES // 16):
         await registry.acquire(8, draw.randint(100, 1000))
@@ -46,7 +47,10 @@ async def admissions(workers: int, rounds: int) -> dict[str, float]:
 
 
 async def line(workers: int, waiters: int, idle_s: float) -> dict[str, float]:
-    """Callers in line behind full workers: while nothing happens, then as places become free one by one."""
+    """Return the CPU cost of callers that wait for full workers.
+
+    `idle` is the fraction of a core while nothing happens. `served` is the microseconds of each caller that gets a place.
+    """
     registry = registry_of(workers)
     held: list[Lease] = [await registry.acquire(MAX_SEQUENCES, 1) for _ in range(workers)]
     waiting = [asyncio.create_task(registry.acquire(8, 500)) for _ in range(waiters)]
@@ -68,9 +72,9 @@ async def line(workers: int, waiters: int, idle_s: float) -> dict[str, float]:
 
 def main(
     workers: Annotated[int, typer.Option(help="Registered workers.")] = 1024,
-    waiters: Annotated[int, typer.Option(help="Callers in line.")] = 5000,
+    waiters: Annotated[int, typer.Option(help="Callers that wait for a place.")] = 5000,
     rounds: Annotated[int, typer.Option(help="Admissions that are timed.")] = 20_000,
-    idle_s: Annotated[float, typer.Option(help="How long nothing happens.")] = 5.0,
+    idle_s: Annotated[float, typer.Option(help="Seconds in which the callers only wait.")] = 5.0,
 ) -> None:
     taken = asyncio.run(admissions(workers, rounds))
     waited = asyncio.run(line(workers, waiters, idle_s))

@@ -1,10 +1,13 @@
-"""A run on real parts that is killed again and again, beside one that never was: what was skipped, doubled, biased?
+"""Kill a real run again and again, and compare it with a run that was never killed.
+
+Was anything skipped, doubled or biased?
 
     python -m benchmarks.resume --kills 10           # about 20 minutes on 2 cores
 
-Both train with a learning rate of almost 0, so that the same seeds should draw the same completions, up to the arithmetic
-of batches. Of the groups that were under way in the checkpoint that a start goes on from, the lengths of completions are
-compared with those of the same groups in the whole run: a difference of the means, over groups, in standard errors.
+Both train with a learning rate of almost 0, so that the same seeds should give the same completions, except for
+rounding. When a start continues from a checkpoint, some groups are unfinished in it. The lengths of their completions
+are compared with those of the same groups in the whole run: the difference of the means over groups, in standard
+errors.
 """
 
 import argparse
@@ -55,7 +58,10 @@ def lines(path: Path) -> list[dict]:
 
 
 def kill(run: subprocess.Popen[str], folder: Path, chance: random.Random) -> bool:
-    """After a random time within its steps; False: it had ended. Kills the launcher, with which all of it dies."""
+    """Kill the launcher at a random time within its steps, which ends the whole run.
+
+    Return False if the run had ended before.
+    """
     before = len(lines(folder / "training_metrics.jsonl"))
     while len(lines(folder / "training_metrics.jsonl")) <= before:
         if run.poll() is not None:
@@ -71,7 +77,7 @@ def kill(run: subprocess.Popen[str], folder: Path, chance: random.Random) -> boo
 
 
 def under_way(folder: Path) -> set[int]:
-    """The ordinals of the prompts that the next start generates again."""
+    """Return the ordinals of the prompts whose completions the next start generates again."""
     found = newest(folder)
     if found is None:
         return set()

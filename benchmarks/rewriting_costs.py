@@ -1,12 +1,12 @@
-"""How many tokens a chat template's rewriting of the history costs, as the table of docs/environments.md.
+"""Measure how many more tokens are read if a chat template rewrites the history: the table of docs/environments.md.
 
     python -m benchmarks.rewriting_costs FOLDER
 
-The folder contains chat templates (NAME.jinja). The policy plays a chat and a tool loop under each template, and thinks
-in each turn if the template writes thoughts and the prompt does not end with an empty one. A request whose history the
-template rewrote begins a new sequence, and all sequences are trained on. Printed is the number of tokens of all
-sequences, divided by the number of tokens of one sequence to which each message is only appended. The tokenizer is that
-of the tiny model, with the control tokens of the template; a token is about one letter.
+The folder contains chat templates (NAME.jinja). The policy plays a chat and a tool loop under each template. It thinks
+in each turn if the template writes thoughts and the prompt does not end with an empty one. If the template rewrites the
+history in a request, a new sequence begins, and all sequences are trained on. The program prints (number of tokens of
+all sequences) / (number of tokens of one sequence to which each message is only appended). The tokenizer is that of the
+tiny model, with the control tokens of the template; a token is about one letter.
 """
 
 import argparse
@@ -27,11 +27,11 @@ from async_grpo.environments.sampled_history import THOUGHT_FIELDS
 from async_grpo.errors import ConfigurationError
 from async_grpo.experience.template_turns import _common_beginning
 
-TURNS = 8  # of the policy, in the chat and in the tool loop
+TURNS = 8  # turns of the policy, in the chat and in the tool loop
 WORDS_OF_THOUGHT = 120
 WORDS_OF_ANSWER = 60
 ENDS = (*model_families.ENDS, "<|return|>")
-WORDS_OF_MESSAGE = 30  # of a user's message, and of a tool's answer
+WORDS_OF_MESSAGE = 30  # words of a user's message, and of a tool's answer
 
 
 def words(count: int, seed: int) -> str:
@@ -69,11 +69,11 @@ def turn(
 
 
 def without_end(text: str, essential: str) -> str:
-    """Return a turn without the token that ends it, and what the template writes behind it.
+    """Return a turn without the token that ends it and the text that the template writes after it.
 
     Args:
         text: The turn.
-        essential: A part of the turn, behind which the end is searched.
+        essential: A part of the turn. The end is searched after it.
     """
     begin = text.find(essential) + len(essential)
     places = [text.find(end, begin) for end in ENDS]
@@ -108,7 +108,7 @@ def call(chat: Chat, name: str, seed: int) -> str:
 
 
 async def play(chat: Chat, turns: list[str], is_tool_loop: bool) -> float:
-    """Play a conversation, and return the tokens of all sequences divided by those of one that is only appended to."""
+    """Play a conversation, and return (tokens of all sequences) / (tokens of one sequence that is only appended to)."""
     policy, client = model_families.talk(chat, turns)
     tools = model_families.TOOLS if is_tool_loop else None
     messages: list[dict[str, Any]] = [{"role": "user", "content": words(WORDS_OF_MESSAGE, 0)}]
@@ -137,7 +137,7 @@ async def play(chat: Chat, turns: list[str], is_tool_loop: bool) -> float:
 def num_added_tokens(
     chat: Chat, message: dict[str, Any], added: list[dict[str, Any]], tools: list[dict[str, Any]] | None
 ) -> int:
-    """Return the number of tokens that messages add behind a turn of the policy, up to its next turn."""
+    """Return the number of tokens that messages add after a turn of the policy, up to its next turn."""
     history = [
         model_families.QUESTION,
         {name: message[name] for name in message if name != "reasoning_content"},

@@ -1,4 +1,4 @@
-"""One run of the library on the tiny countdown model, as the experiments here need it."""
+"""Train the tiny countdown model once, for the experiments in this folder."""
 
 import json
 import subprocess
@@ -14,27 +14,28 @@ DATA = ROOT / "sample-data"
 
 @dataclass(frozen=True)
 class FinishedRun:
-    """The lines that a run wrote."""
+    """The lines of metrics and evaluations that a run wrote."""
 
     steps: list[dict[str, Any]]
     evaluations: list[dict[str, Any]]
 
     def accuracy(self) -> dict[int, float]:
-        """Step -> share of held-out tasks solved, one completion each at temperature 1."""
+        """Return the fraction of held-out tasks that are solved, by step, with one completion each at temperature 1."""
         return {line["step"]: line["eval_countdown/answer_reward"] for line in self.evaluations}
 
     def mean(self, key: str) -> float:
-        """Of one metric over all steps."""
+        """Return the mean of a metric over all steps."""
         return sum(line[key] for line in self.steps) / len(self.steps)
 
 
 def countdown_run(
     *options: str, seed: int, steps: int, eval_every: int, timeout_s: float = 1800
 ) -> FinishedRun:
-    """Train the tiny model for `steps` steps of 16 questions x 8 samples; `options` go to `async-grpo run`.
+    """Train the tiny model for `steps` steps of 16 questions x 8 samples. Pass `options` to `async-grpo run`.
 
     Raises:
-        subprocess.CalledProcessError, TimeoutExpired: the run failed or hung.
+        subprocess.CalledProcessError: The run failed.
+        subprocess.TimeoutExpired: The run took longer than `timeout_s`.
     """
     folder = Path(tempfile.mkdtemp(prefix="experiment-"))
     command = [

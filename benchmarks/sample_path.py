@@ -1,9 +1,9 @@
-"""Samples per second, and CPU per sample, through registry, batcher, pool and packing, in one process without Ray.
+"""Measure samples per second and CPU per sample of registry, batcher, pool and packing, in one process without Ray.
 
     python benchmarks/sample_path.py [--steps 40] [--profile]
 
-The engine is a script: it has all completions of a group at once. Rewards are the shipped `countdown` and `format`; nothing
-is trained. What is left is what one sample costs in the control process, without its messages.
+The engine is a script that has all completions of a group at once. The rewards are the shipped `countdown` and
+`format`. Nothing is trained. So the result is what one sample costs in the controller's process, without messages.
 """
 
 import argparse
@@ -29,7 +29,8 @@ from async_grpo.rewards.inline import InlineReward
 from async_grpo.rewards.pool import VerifierPool
 from async_grpo.types import Completion, FinishReason
 
-GROUPS, MEMBERS, TOKENS = 32, 8, 12  # of the demo
+# Groups of a step, members of a group, and tokens of a completion, as in the demo
+GROUPS, MEMBERS, TOKENS = 32, 8, 12
 REWARDS = {"countdown": countdown.score, "format": text.format}
 TEXTS = [
     "3*4</think>\n<answer>3*(4+5)</answer>",
@@ -39,7 +40,7 @@ TEXTS = [
 
 
 class ScriptedLink:
-    """`WorkerLink` to an engine that has answered before it is asked."""
+    """A `WorkerLink` to an engine that answers at once."""
 
     def __init__(self, version: Callable[[], int]) -> None:
         self._version = version
@@ -61,11 +62,11 @@ class ScriptedLink:
         return {"token_timeline": [], "paused_s": 0.0, "busy": []}
 
     def close(self) -> None:
-        """Nothing is open."""
+        """Do nothing, because there is no connection."""
 
 
 async def run(steps: int) -> tuple[float, float]:
-    """(wall, CPU) seconds of so many steps of 256 samples."""
+    """Return the (wall, CPU) seconds of this number of steps with 256 samples each."""
     live = 0
 
     def connect(_handle: Any, _name: str, _on_lost: Callable[[WorkerLost], None]) -> ScriptedLink:
@@ -90,7 +91,7 @@ async def run(steps: int) -> tuple[float, float]:
     pool = VerifierPool(tuple(REWARDS), make_worker)
     await pool.start()
 
-    class Verification:  # as a run's: it counts by adapter
+    class Verification:  # counts by adapter, as a run does
         verify, post_process, close, start = pool.verify, pool.post_process, pool.close, pool.start
 
         async def take_stats(self) -> dict[str, Any]:
@@ -114,9 +115,9 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--steps", type=int, default=40)
-    parser.add_argument("--profile", action="store_true", help="the 40 most expensive functions")
+    parser.add_argument("--profile", action="store_true", help="print the 40 most expensive functions")
     options = parser.parse_args()
-    asyncio.run(run(2))  # imports and first calls
+    asyncio.run(run(2))  # not measured: imports and first calls
     if options.profile:
         with cProfile.Profile() as profile:
             asyncio.run(run(options.steps))

@@ -1,10 +1,10 @@
-"""What a checkpoint costs: how long training waits for it, how much it writes, and its memory.
+"""Measure what a checkpoint costs: the time for which training waits, its size on the disk, and its memory.
 
     python -m benchmarks.saving                      # a model of 30 M parameters, about 2 minutes
     python -m benchmarks.saving --model FOLDER
 
-The cost at a cadence is at most (waiting + CPU seconds of the writing / cores) / cadence: as if whatever is written were
-taken from the training.
+If checkpoints are saved every CADENCE seconds, they cost the training at most the fraction (seconds of waiting + CPU
+seconds of writing / cores) / CADENCE. This assumes that all CPU time of writing is lost for the training.
 """
 
 import argparse
@@ -27,11 +27,11 @@ from async_grpo.training.optimizer import build_policy_optimizer
 from async_grpo.training.sharding import shard_policy
 from benchmarks.against_trl.models import model_folder
 
-CADENCE_S = 600.0  # the default of --checkpoint-every-s
+CADENCE_S = 600.0  # seconds between two checkpoints, the default of --checkpoint-every-s
 
 
 class PeakMemory:
-    """The most memory of this process within a `with`, in bytes, beyond what it had at its begin."""
+    """Measures by how many bytes the memory of this process grows at most within a `with` block."""
 
     def __enter__(self) -> "PeakMemory":
         self._process, self._over = psutil.Process(), threading.Event()

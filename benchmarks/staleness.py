@@ -1,12 +1,12 @@
-"""What staleness costs, and what an off-policy correction gives back.
+"""Measure what staleness costs, and how much an off-policy correction improves it.
 
     python -m benchmarks.staleness --staleness 0 1 2 4 8 --seeds 0 1 2 --steps 50 --output staleness.jsonl
 
-The same run on the tiny countdown model at each --max-staleness, with the plain policy gradient (loss `grpo`: no ratio, no
-clip) and with truncated importance weights on top (TIS, bound 2). With --groups-alive any finished group may join a step; a
-step takes 16, so `--staleness 4 --groups-alive 32` has a mean staleness of 1. Prints held-out accuracy at the end, and the
-first evaluated step that reached --target, by seed. Results are appended to --output as they come; what stands there
-already is not run again.
+The tiny countdown model is trained with each --max-staleness, with the plain policy gradient (loss `grpo`: no ratio, no
+clip), and with truncated importance weights in addition (TIS, bound 2). With --groups-alive, any finished group may
+join a step. A step takes 16 groups, so `--staleness 4 --groups-alive 32` has a mean staleness of 1. For each seed, it
+prints the held-out accuracy at the end, and the first evaluated step that reached --target. Each result is appended to
+--output at once; runs whose results are there are not repeated.
 """
 
 import argparse
@@ -31,7 +31,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--steps", type=int, default=50)
     parser.add_argument("--eval-every", type=int, default=5)
-    parser.add_argument("--target", type=float, default=0.35, help="accuracy whose first step is reported")
+    parser.add_argument("--target", type=float, default=0.35, help="report the first step with this accuracy")
     parser.add_argument("--output", type=Path, default=Path("staleness.jsonl"))
     args = parser.parse_args()
     alive = [] if args.groups_alive is None else [f"--groups-alive={args.groups_alive}"]
@@ -40,7 +40,8 @@ def main() -> None:
         for staleness in args.staleness:
             for arm, options in ARMS.items():
                 key = (staleness, args.groups_alive, arm, seed)
-                if key in done or (staleness == 0 and arm != "none"):  # on-policy every weight is 1
+                # On-policy, every weight is 1, so the correction changes nothing
+                if key in done or (staleness == 0 and arm != "none"):
                     continue
                 run = countdown_run(
                     f"--max-staleness={staleness}",

@@ -1,9 +1,9 @@
-"""From the command to the first optimizer step: when each process starts, and the CPU seconds that it takes until then.
+"""Measure the time from the command to the first optimizer step: the start of each process, and its CPU seconds until then.
 
     python benchmarks/start_up.py [--output-dir FOLDER] [options of `async-grpo demo`]
 
-Reads /proc five times a second: what a process needs after the last look, and one that lives shorter, is not counted.
-Seconds of CPU bear company on the machine, those of the clock do not.
+It reads /proc five times a second. It does not count what a process uses after the last reading, and processes that
+live shorter than 0.2 s. CPU seconds hardly depend on other programs on the machine; seconds of the clock do.
 """
 
 import argparse
@@ -23,7 +23,7 @@ from async_grpo.processes.process_tree import descendants
 
 ROOT = Path(__file__).resolve().parent.parent
 TICK_S = 1 / os.sysconf("SC_CLK_TCK")
-KINDS = {  # the first pattern that a command line holds names the process
+KINDS = {  # kind of a process by its command line: the first pattern that matches decides
     "trainer rank": r"async_grpo\.launch\.trainer(?!.*torch\.distributed)",
     "torchrun": r"torch\.distributed\.run|torchrun",
     "dispatcher": r"async_grpo\.launch\.worker",
@@ -40,7 +40,7 @@ KINDS = {  # the first pattern that a command line holds names the process
 
 @dataclass
 class Seen:
-    """One process, as of the last look. Seconds since the command."""
+    """One process at the last reading. Times are in seconds since the command."""
 
     kind: str
     started_s: float
@@ -49,7 +49,7 @@ class Seen:
 
 
 def kind_of(command: str) -> str:
-    """What a process is for; an actor by the name that Ray gives it.
+    """Return the kind of a process. For an actor, return the name that Ray gives it.
 
     >>> kind_of("ray::GenerationActor.start")
     'GenerationActor'
@@ -60,7 +60,7 @@ def kind_of(command: str) -> str:
 
 
 class Watch:
-    """All processes below this one."""
+    """Watches all descendants of this process."""
 
     def __init__(self) -> None:
         self.begun = time.time()
@@ -76,7 +76,7 @@ class Watch:
                     Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
                 )
                 fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-            except OSError:  # it has just ended
+            except OSError:  # the process has just ended
                 continue
             cpu_s, born = (int(fields[11]) + int(fields[12])) * TICK_S, int(fields[19]) * TICK_S
             if command:

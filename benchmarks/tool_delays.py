@@ -1,16 +1,17 @@
-"""Tools that take 0.1 to 4 seconds: how full engines are, and how long a step takes beside loops that wait.
+"""Measure the load of engines and the time of a step with tools that take 0.1 to 4 seconds, and compare with other loops.
 
     python -m benchmarks.tool_delays
 
-The real controller, registry, batcher and `Played`; engines, tools and trainer only wait, in virtual time. A trajectory has
-`--turns` turns; lengths are log-normal, tools log-uniform, each drawn anew. There are fewer places in engines than
-trajectories alive, as a place is free while a tool works.
+Controller, registry, batcher and `Played` are real. Engines, tools and trainer only wait, in virtual time. A trajectory
+has `--turns` turns. Lengths of turns are log-normal, and times of tools log-uniform. The engines have fewer places than
+there are trajectories alive, because a trajectory takes no place while its tool works.
 
-Closed form: of the trajectories alive, `duty` = generating / (generating + tools) seconds of a trajectory are in an engine,
-if nothing else keeps one waiting.
+Formula: if trajectories wait for nothing else, the fraction duty = generating / (generating + tools) of them is in an
+engine at any time.
 
-Beside it, of the same draws: lockstep, as loops over whole batches do it (all generate a turn, then all tools work, then
-the next turn; then the step is trained), and the same library strictly on-policy (`--max-staleness 0`).
+With the same random lengths and times, two other loops are measured. In lockstep, a whole batch generates a turn, then
+all tools work, then the next turn follows; after the last turn the step is trained. The other is this library strictly
+on-policy (`--max-staleness 0`).
 """
 
 import asyncio
@@ -42,13 +43,14 @@ from async_grpo.protocols import WeightPackage
 from async_grpo.testing import FakeVerification, completion
 from async_grpo.types import GENERATION, Completion, FinishReason, Prompt
 
-TOKEN_S, MEDIAN, SIGMA, LONGEST = 0.02, 48, 0.8, 200  # of a turn, in tokens
+# Seconds of a token, and median, sigma and maximum of a turn's length in tokens
+TOKEN_S, MEDIAN, SIGMA, LONGEST = 0.02, 48, 0.8, 200
 WORKERS, BATCH, MEMBERS, TRAIN_S = 4, 16, 8, 4.0
 
 
 @dataclass
 class Delays:
-    """What a turn and a tool take, drawn by who asks."""
+    """The length of each turn and the time of each tool call. They depend only on trajectory and turn."""
 
     tools_s: tuple[float, float]
     turns: int
@@ -63,13 +65,13 @@ class Delays:
         return float(np.exp(np.random.default_rng((2, ordinal, member, turn)).uniform(*np.log(self.tools_s))))
 
     def duty(self, ordinals: int) -> float:
-        """Share of a trajectory's seconds that it generates, if it waits for nothing."""
+        """Return the fraction of a trajectory's seconds in which it generates, if it waits for nothing."""
         keys = [(o, m, t) for o in range(ordinals) for m in range(MEMBERS) for t in range(self.turns)]
         generating = sum(self.tokens(*key) for key in keys) * TOKEN_S
         return generating / (generating + sum(self.tool_s(*key) for key in keys if key[2] < self.turns - 1))
 
     def lockstep_s(self, ordinals: int) -> float:
-        """Mean seconds of a step whose batch goes turn by turn."""
+        """Return the mean seconds of a step in lockstep: the whole batch goes turn by turn."""
         steps = [range(first, first + BATCH) for first in range(0, ordinals, BATCH)]
         taken = 0.0
         for ordinals_of_step in steps:
@@ -82,13 +84,13 @@ class Delays:
 
 
 class Gauge:
-    """How many there are, over time."""
+    """Integrates a number, such as that of trajectories alive, over time."""
 
     def __init__(self) -> None:
         self.now, self._seconds, self._at = 0, 0.0, 0.0
 
     def add(self, change: int) -> float:
-        """Returns the integral so far."""
+        """Change the number, and return its integral until now."""
         at = asyncio.get_running_loop().time()
         self._seconds += self.now * (at - self._at)
         self.now, self._at = self.now + change, at
@@ -96,7 +98,7 @@ class Gauge:
 
 
 class Link:
-    """`WorkerLink` to an engine that makes a token in TOKEN_S, of however many sequences."""
+    """A `WorkerLink` to an engine that generates a token of every sequence in TOKEN_S, however many there are."""
 
     live, busy, delays = 0, Gauge(), Delays((0, 0), 0)
 
@@ -121,7 +123,7 @@ class Link:
 
 
 async def train(delays: Delays, staleness: int, steps: int, places: int) -> tuple[float, float]:
-    """Mean seconds of a step, and engines' mean load over trajectories' mean number; the first two steps are left out."""
+    """Return (mean seconds of a step, mean load of engines / mean number of trajectories), without the first two steps."""
     Link.live, Link.busy, Link.delays, alive = 0, Gauge(), delays, Gauge()
 
     async def rollout(prompt: Prompt, policy: TrajectoryClient) -> Completion:
@@ -129,7 +131,8 @@ async def train(delays: Delays, staleness: int, steps: int, places: int) -> tupl
         alive.add(+1)
         for turn in range(delays.turns):
             reply = await policy.complete(tokens)
-            tokens = np.concatenate([tokens, reply.completion.token_ids, [0]]).astype(np.int32)  # ends a turn
+            # Token 0 ends a turn
+            tokens = np.concatenate([tokens, reply.completion.token_ids, [0]]).astype(np.int32)
             if turn < delays.turns - 1:
                 await asyncio.sleep(delays.tool_s(int(prompt.token_ids[0]), member, turn))
         alive.add(-1)
@@ -172,8 +175,8 @@ async def train(delays: Delays, staleness: int, steps: int, places: int) -> tupl
 
 
 def main(
-    turns: Annotated[int, typer.Option(help="Of a trajectory.")] = 4,
-    steps: Annotated[int, typer.Option(help="Of each run.")] = 20,
+    turns: Annotated[int, typer.Option(help="Turns of a trajectory.")] = 4,
+    steps: Annotated[int, typer.Option(help="Steps of each run.")] = 20,
 ) -> None:
     print(
         "tools, s   duty   in engines, of those alive   off by   step, s: ours  on-policy  lockstep   ours better by"
@@ -181,7 +184,7 @@ def main(
     for tools_s in [(0.0, 0.0), (0.1, 0.4), (0.4, 1.6), (1.0, 4.0), (0.1, 4.0)]:
         delays = Delays(tools_s, turns)
         duty, lockstep_s = delays.duty(steps * BATCH), delays.lockstep_s(steps * BATCH)
-        places = int(1.25 * 2 * BATCH * MEMBERS * duty)  # a quarter more than are wanted on average
+        places = int(1.25 * 2 * BATCH * MEMBERS * duty)  # a quarter more places than are needed on average
         ours_s, load = run(train(delays, 1, steps, places), None)
         on_policy_s, _ = run(train(delays, 0, steps, places), None)
         print(

@@ -1,10 +1,10 @@
-"""The memory of a trainer rank with LoRA beside that of training all weights: one rank on the CPU, the same micro-batches.
+"""Measure the memory of a trainer rank with LoRA and with all weights: one rank on the CPU, the same micro-batches.
 
     python -m benchmarks.trainer_memory [--model FOLDER] [--rank 16] [--tokens 512] [--length 128]
 
-Each case runs in a process of its own: it loads the model, takes some steps with the largest micro-batch of the options
-(`largest_micro_batch`), as a rank does, and prints the largest resident memory as it is, and without what the process
-had before it loaded the model. Loading maps the files of the model, which counts as resident.
+Each case runs in a separate process. It loads the model, and takes some steps with the largest micro-batch that the
+options allow (`largest_micro_batch`). It prints the largest resident memory, and the same without the memory of the
+process before it loaded the model. Loading maps the model's files, which counts as resident memory.
 """
 
 import argparse
@@ -56,7 +56,7 @@ os._exit(0)
 
 
 def measure(options: dict[str, Any], length: int) -> dict[str, float]:
-    """Return the memory of a case in GB: before the model, after loading, the peak, and the plan."""
+    """Return the memory of a case in GB: before the model, after loading, at the peak, and as planned."""
     command = [sys.executable, "-c", CASE, json.dumps(options), str(length), str(STEPS)]
     output = subprocess.run(command, check=True, timeout=900, stdout=subprocess.PIPE, text=True).stdout
     return {name: number / 1e9 for name, number in json.loads(output.splitlines()[-1]).items()}
@@ -65,7 +65,7 @@ def measure(options: dict[str, Any], length: int) -> dict[str, float]:
 def main() -> None:
     """Measure both cases, and print them with their ratios."""
     parser = argparse.ArgumentParser()
-    parser.add_argument("--model", type=Path, help="folder; by default SmolLM2-135M-Instruct")
+    parser.add_argument("--model", type=Path, help="folder of the model; by default SmolLM2-135M-Instruct")
     parser.add_argument("--rank", type=int, default=16)
     parser.add_argument("--tokens", type=int, default=512)
     parser.add_argument("--length", type=int, default=128)

@@ -1,9 +1,10 @@
-"""What a trainer's step costs, without engines and rewards: micro-batches are prepared, one process, one thread.
+"""Measure what a trainer's step costs, without engines and rewards. The micro-batches are prepared before.
 
     python -m benchmarks.trainer_step demo      # CPU per sample in the demo's setting: 256 short samples a step
     python -m benchmarks.trainer_step lengths   # CPU and memory per token, 1k to 64k packed tokens of 512-token samples
 
-Seconds are CPU time of the process, which bears company on the machine. Each prints one JSON object.
+It uses one process and one thread. Seconds are CPU time of the process, which hardly depends on other programs on the
+machine. Each command prints one JSON object.
 """
 
 import json
@@ -29,20 +30,20 @@ from async_grpo.training.optimizer import build_policy_optimizer
 from async_grpo.training.sharding import shard_policy
 from async_grpo.types import PROMPT_TOKEN
 
-VOCAB = 266  # of the demo's model
+VOCAB = 266  # vocabulary of the demo's model
 app = typer.Typer(add_completion=False)
-Compile = Annotated[bool, typer.Option(help="With --torch-compile.")]
+Compile = Annotated[bool, typer.Option(help="Compile the layers, as --torch-compile does.")]
 
 
 @app.command()
 def demo(
-    steps: Annotated[int, typer.Option(help="Steps that count, after three that do not.")] = 12,
+    steps: Annotated[int, typer.Option(help="Measured steps; three more before them are not measured.")] = 12,
     samples: Annotated[int, typer.Option(help="Samples of a step.")] = 256,
-    group: Annotated[int, typer.Option(help="Samples of a prompt; 1: no two begin alike.")] = 8,
+    group: Annotated[int, typer.Option(help="Samples with the same prompt.")] = 8,
     max_tokens: Annotated[int, typer.Option(help="Token budget of a micro-batch.")] = 4096,
     torch_compile: Compile = False,
 ) -> None:
-    """CPU per sample where samples are short: about 14 + 12 tokens each."""
+    """Measure the CPU time per sample for short samples: about 14 + 12 tokens each."""
     rng = np.random.default_rng(0)
     micro_batches = packed(rng, rng.integers(18, 35, samples).tolist(), max_tokens, group)
     with distributed_run("cpu") as ranks:
@@ -63,10 +64,10 @@ def demo(
 def lengths(
     sizes: Annotated[str, typer.Option(help="Packed tokens of a micro-batch.")] = "1024,4096,16384,65536",
     length: Annotated[int, typer.Option(help="Tokens of a sample.")] = 512,
-    repeats: Annotated[int, typer.Option(help="Steps that count; the least is taken.")] = 3,
+    repeats: Annotated[int, typer.Option(help="Measured steps; the minimum counts.")] = 3,
     torch_compile: Compile = False,
 ) -> None:
-    """CPU and memory per token, each size in a process of its own."""
+    """Measure CPU and memory per token, each size in a separate process."""
     context, rows = multiprocessing.get_context("spawn"), []
     for size in map(int, sizes.split(",")):
         with context.Pool(1) as pool:
@@ -83,7 +84,10 @@ def lengths(
 
 
 def cost_of_size(size: int, length: int, repeats: int, torch_compile: bool) -> dict[str, Any]:
-    """Of one micro-batch with `size` packed tokens, as many of them as make the largest size in a step."""
+    """Return the cost of micro-batches with `size` packed tokens.
+
+    A step has so many of them that it has as many tokens as a step with the largest size.
+    """
     batch = packed(np.random.default_rng(0), [length] * (size // length), size)
     per_step = max(1, 16_384 // size)
     with distributed_run("cpu") as ranks:
@@ -118,7 +122,10 @@ def step_seconds(accumulator: GradientAccumulator, micro_batches: list[MicroBatc
 
 
 def packed(rng: np.random.Generator, lengths: list[int], max_tokens: int, group: int = 1) -> list[MicroBatch]:
-    """Random samples, half prompt and half completion, in order up to the token budget; `group` have one prompt."""
+    """Return random samples, half prompt and half completion, in order up to the token budget.
+
+    Every `group` samples have the same prompt.
+    """
     micro_batches: list[MicroBatch] = []
     hand: list[int] = []
     for length in [*lengths, max_tokens + 1]:
@@ -154,7 +161,7 @@ def micro_batch(rng: np.random.Generator, lengths: list[int], group: int) -> Mic
 
 
 def matmul_rate(size: int = 512) -> float:
-    """Floating-point operations per second of this core, float32."""
+    """Return the float32 operations per second of this core in a matrix product."""
     left, right, repeats = torch.randn(4 * size, size), torch.randn(size, size), 40
     left @ right
     begun = time.process_time()

@@ -1,11 +1,12 @@
-"""What a weight sync costs: through the object store, or shared files, to two real engines on this machine.
+"""Measure what a weight sync costs, through the object store or shared files, to two real engines on this machine.
 
     python -m benchmarks.weight_sync                          # a random 0.5 B model in bfloat16, three minutes
     python -m benchmarks.weight_sync --layers 4 --hidden 256 --vocabulary 4096 --transport shared_files
 
-It prints, for each sync, how long the trainer was BLOCKED (gather, cast, pack), how long each engine PAUSED, the whole from
-the call to the proof, and a copy of the same bytes in memory, measured beside it; and the peak of memory over what the
-processes and /dev/shm held between the syncs. The canary is one short text: a CPU takes seconds for a long one.
+For each sync it prints how long the trainer was BLOCKED (gather, cast, pack), how long each engine PAUSED, the time
+from the call to the proof, and the time of a copy of the same bytes in memory. It also prints by how much memory grew
+at its peak, in the processes and /dev/shm together. The canary is one short text, because a CPU takes seconds for a
+long one.
 """
 
 import argparse
@@ -40,14 +41,14 @@ def make_model(folder: Path, layers: int, hidden: int, vocabulary: int) -> None:
 
 
 def held() -> float:
-    """Bytes of memory that are in use on this machine, shared memory included."""
+    """Return the bytes of memory that are in use on this machine, including shared memory."""
     memory = psutil.virtual_memory()
     return memory.total - memory.available
 
 
 @contextmanager
 def peak_over(base: float, found: dict[str, float]):
-    """Notes the peak of `held` over `base` while the block runs."""
+    """Record by how much `held` exceeds `base` at most while the block runs."""
     done = threading.Event()
 
     def watch() -> None:
@@ -63,14 +64,14 @@ def peak_over(base: float, found: dict[str, float]):
 
 def memcpy_s(bytes_: int) -> float:
     source, target = np.ones(bytes_, np.uint8), np.empty(bytes_, np.uint8)
-    target[:] = 0  # its pages are there
+    target[:] = 0  # writing to the array makes the system assign its memory before the copy is timed
     begun = time.monotonic()
     target[:] = source
     return time.monotonic() - begun
 
 
 class Engines:
-    """Two real engines, registered with a controller, and the publisher that feeds them."""
+    """Two real engines, registered with a controller, and the publisher that sends weights to them."""
 
     def __init__(self, folder: Path, vocabulary: int, count: int, transport: str) -> None:
         from async_grpo.cluster import worker_actors
@@ -113,16 +114,16 @@ class Engines:
         self.publisher = make(link, named_weights, canary, torch.bfloat16, 0, config)
 
     def sync(self, version: int) -> tuple[float, float]:
-        """Seconds until the trainer may go on, and until the proof."""
+        """Return the seconds until the trainer can continue, and the seconds until the proof."""
         begun = time.monotonic()
-        # No self-test: the trainer computes in float32 here, and its canary is too short for one
+        # Without a self-test: the trainer computes in float32 here, and the canary is too short for a self-test
         prove = self.publisher.publish(self.policy, version, self_test=False)
         blocked = time.monotonic() - begun
         prove()
         return blocked, time.monotonic() - begun
 
     def canary_s(self) -> float:
-        """Of the trainer's canary, which a GPU answers in no time."""
+        """Return the seconds of the trainer's canary. A GPU takes almost no time for it."""
         begun = time.monotonic()
         self.publisher._draft(self.policy, 0)
         return time.monotonic() - begun

@@ -22,5 +22,5 @@ Essay to judge:
 Say in two sentences what the essay does best and worst by the rubric. Its length is no merit. End with one line \
 `Score: x`, x from {low} (worst) to {high} (best)."""
 
-# A judge server that the run starts serves its model under the name "judge"
+# If a run starts the judge's server itself, the name of the served model is "judge"
 essay = LLMJudge(model="judge", rubric=RUBRIC, template=TEMPLATE, scale=(1, 10), max_tokens=256)

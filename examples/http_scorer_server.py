@@ -1,11 +1,11 @@
-"""A reward server to start from. It implements the protocol of `HTTPScorer` with only the standard library.
+"""A reward server as a starting point for your own. It implements the protocol of `HTTPScorer` with the standard library.
 
     python examples/http_scorer_server.py --port 8080
 
     HTTPScorer(url="http://127.0.0.1:8080")               in reward_registry.py
 
-Replace the function `score` by your own. If it raises an exception, the reply has an `error` for that sample, which is
-then left out of training.
+Replace the function `score` by your own. If it raises an exception, the reply contains an `error` for that sample, and
+the sample is left out of training.
 """
 
 import argparse
@@ -47,7 +47,7 @@ def reply_to(request: Any) -> dict[str, Any]:
     scores = [_score(sample, sample_images) for sample, sample_images in zip(samples, images, strict=True)]
     answer = {"protocol": PROTOCOL, "scores": scores}
     if "id" in request:
-        answer["id"] = request["id"]  # the client checks it, to recognize a reply to another request
+        answer["id"] = request["id"]  # the client checks the id, to recognize a reply to another request
     return answer
 
 
@@ -59,7 +59,7 @@ def _score(sample: dict[str, Any], images: list[str]) -> dict[str, Any]:
 
 
 class Handler(BaseHTTPRequestHandler):
-    """POST /score."""
+    """Answers POST requests to /score."""
 
     protocol_version = "HTTP/1.1"  # keeps connections open, so that the client can reuse them
     timeout = 60  # seconds after which the thread of a silent client ends
@@ -67,7 +67,8 @@ class Handler(BaseHTTPRequestHandler):
     def do_POST(self) -> None:
         length = self.headers.get("Content-Length", "")
         if not length.isdigit() or int(length) > MAX_BODY_BYTES:
-            self.close_connection = True  # the body was not read
+            # The rest of the request's body was not read, so the connection cannot be reused
+            self.close_connection = True
             return self._answer(413, {"error": f"a body of at most {MAX_BODY_BYTES} bytes is needed"})
         body = self.rfile.read(int(length))
         if self.path != "/score":
@@ -86,7 +87,7 @@ class Handler(BaseHTTPRequestHandler):
         self.wfile.write(body)
 
     def log_message(self, *_: Any) -> None:
-        """Log nothing, because there would be a line for every sample."""
+        """Log nothing, because a log would get a line for every sample."""
 
 
 class Server(ThreadingHTTPServer):

@@ -218,12 +218,16 @@ def main(
     model: Annotated[Path, typer.Option(help="Hugging Face folder.")],
     train: Annotated[Path, typer.Option(help="JSONL of countdown problems.")],
     heldout: Annotated[Path, typer.Option(help="JSONL of held-out problems.")],
-    output: Annotated[Path, typer.Option(help="One JSON object per step.")] = Path("plain_grpo.jsonl"),
+    output: Annotated[Path, typer.Option(help="File of metrics, a JSON line per step.")] = Path(
+        "plain_grpo.jsonl"
+    ),
     steps: Annotated[int, typer.Option(min=0)] = 100,
     prompts_per_step: Annotated[int, typer.Option(min=1)] = 32,
     group_size: Annotated[int, typer.Option(min=2)] = 8,
     lr: float = 2e-4,
-    warmup_steps: Annotated[int, typer.Option(min=0, help="The learning rate rises to lr, then stays.")] = 5,
+    warmup_steps: Annotated[
+        int, typer.Option(min=0, help="Steps in which the learning rate rises to lr.")
+    ] = 5,
     staleness: Annotated[
         int,
         typer.Option(
@@ -276,8 +280,8 @@ def main(
         for step in range(steps + 1):
             started = time.perf_counter()
             record: dict[str, float] = {"step": step}
-            if step:  # step 0 only evaluates the initial policy
-                # After each step, `staleness` batches stay in the queue, so each batch waits for this number of steps
+            if step:  # before step 1, only evaluate the initial policy
+                # After each step, `staleness` batches remain in the queue. So each batch waits for this number of steps
                 while len(pending) <= staleness:
                     sample_batch()
                 record |= train_step() | {"seconds": time.perf_counter() - started}

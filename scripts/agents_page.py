@@ -1,6 +1,6 @@
-"""Print `docs/agents.md` with its examples as they are in examples/agents, and write it with `--write`.
+"""Print `docs/agents.md` with the current examples of examples/agents. With `--write`, write the file.
 
-The code block behind a line that links to a file shows that file.
+If a line links to a file, the code block after this line shows the file.
 """
 
 import re

@@ -1,4 +1,4 @@
-"""Train the small model that draws digits, and the network that reads them.
+"""Train the small model that draws digits, or the network that reads drawn digits (the reader).
 
 python scripts/create_flow_model.py                          # the model, once per machine, into the user's cache
 python scripts/create_flow_model.py --output digits-model    # the model, into a folder
@@ -18,7 +18,7 @@ def main(
     output: Annotated[
         Path | None, typer.Option(help="Folder of the model. By default in the user's cache.")
     ] = None,
-    reader: Annotated[Path | None, typer.Option(help="File of the reader, which is made instead.")] = None,
+    reader: Annotated[Path | None, typer.Option(help="Make the reader instead, in this file.")] = None,
     seed: Annotated[int, typer.Option(help="Seed of the training.")] = 0,
 ) -> None:
     """Train the drawing model, or the reader."""

@@ -2,9 +2,9 @@ r"""Make a tiny chat model that knows the rules of a game in async_grpo.environm
 
     python scripts/create_game_model.py --output sample-data/guess-model
     python scripts/create_game_model.py --game countdown_tools --output sample-data/tools-model --thoughtful 0.25 \
-        --warmup-steps 1500 --hidden-size 96 --num-layers 4 --num-heads 3 --intermediate-size 288
+    --warmup-steps 1500 --hidden-size 96 --num-layers 4 --num-heads 3 --intermediate-size 288
 
-This is like scripts/create_tiny_model.py, but the model is warmed up on whole games, turn by turn. In these games, the
+This is like scripts/create_tiny_model.py, but the warm-up (supervised training) uses whole games, turn by turn. Their
 messages have the right form, but most moves are bad.
 """
 
@@ -31,7 +31,7 @@ CALL = '<tool_call>{"name": "calc", "arguments": {"e": "', '"}}</tool_call>'
 def guess_games(thoughtful: float, rng: random.Random) -> Iterator[list[dict[str, str]]]:
     """Yield games without end.
 
-    A share `thoughtful` of the guesses fits the answers so far. The other guesses are random numbers.
+    A fraction `thoughtful` of the guesses fits the answers so far. The other guesses are random numbers.
     """
     while True:
         game = Guess()
@@ -51,8 +51,8 @@ def guess_games(thoughtful: float, rng: random.Random) -> Iterator[list[dict[str
 def calculations(thoughtful: float, rng: random.Random) -> Iterator[list[dict[str, str]]]:
     """Yield countdown tasks without end.
 
-    In a share `thoughtful` of the tasks, the calculator is called up to four times, until an expression has the right
-    value, and the last expression is the answer. The other tasks are answered at once, with a random expression.
+    In a fraction `thoughtful` of the tasks, the calculator is called up to four times, until an expression has the
+    right value, and this expression is the answer. In the other tasks, the answer is a random expression at once.
     """
     problems = read_problems(Path(__file__).parents[1] / "sample-data" / "countdown_train.jsonl")
     while True:
@@ -91,7 +91,7 @@ def labelled(
 
 def main(
     output: Annotated[Path, typer.Option(help="The model's folder.")],
-    game: Annotated[str, typer.Option(help="guess or countdown_tools.")] = "guess",
+    game: Annotated[str, typer.Option(help="Game: guess or countdown_tools.")] = "guess",
     warmup_steps: Annotated[int, typer.Option(min=0)] = 600,
     batch_size: Annotated[int, typer.Option(min=1)] = 64,
     lr: float = 2e-3,
@@ -105,7 +105,7 @@ def main(
     seed: int = 0,
 ) -> None:
     """Write a Hugging Face folder with a tiny warmed-up model and its tokenizer."""
-    torch.set_num_threads(1)  # on the same machine, the same seed must give the same bytes
+    torch.set_num_threads(1)  # with the same seed, the model must have the same bytes on the same machine
     torch.use_deterministic_algorithms(True)
     torch.manual_seed(seed)
     tokenizer = build_tokenizer(max_positions)

@@ -4,8 +4,8 @@
     python scripts/create_real_model.py --output smollm2     # into a folder
     python scripts/create_real_model.py --gguf SmolLM2-135M-Instruct.Q4_1.gguf   # without a download
 
-This is `async-grpo data model` for a checkout. That command also converts other GGUF files. `scripts/setup_extras`
-installs the package `gguf`, which reads such files, apart from the other packages, and this script finds it there.
+This is `async-grpo data model` for a checkout. That command also converts other GGUF files. The package `gguf`, which
+reads such files, is in a folder of its own, into which `scripts/setup_extras` installs it.
 """
 
 import sys
@@ -14,7 +14,7 @@ import typer
 
 from async_grpo.data.create_model import main
 
-sys.path.append(f"{sys.prefix}/gguf")  # scripts/setup_extras installs it there
+sys.path.append(f"{sys.prefix}/gguf")  # the folder into which scripts/setup_extras installs the package gguf
 
 if __name__ == "__main__":
     typer.run(main)

@@ -5,7 +5,7 @@
 The model is a Qwen2 with tied embeddings and a byte-level tokenizer. Reinforcement learning improves it within minutes
 on a CPU. The warm-up is supervised: in a fraction of the examples the answer is correct, and in the others it is a
 random expression that uses each number once. With `--warmup-steps 0`, no problems are needed and the weights stay
-random. The tokenizer of that model is needed to make the problems.
+random. Use this for the first model, whose tokenizer is needed to make the problems.
 """
 
 import itertools
@@ -59,7 +59,8 @@ def build_tokenizer(max_positions: int) -> PreTrainedTokenizerFast:
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens(CONTROL_TOKENS)
-    # These must not be special tokens, because decoding skips those, and a response without its tags is not well-formed
+    # These must not be special tokens, because decoding skips special tokens, and a response without its tags counts as
+    # badly formed
     tokenizer.add_tokens([AddedToken(token, normalized=False) for token in FORMAT_TOKENS + ROLE_TOKENS])
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
@@ -221,7 +222,7 @@ def read_problems(path: Path) -> list[Problem]:
 
 def main(
     output: Annotated[Path, typer.Option(help="The model's folder.")],
-    train: Annotated[Path, typer.Option(help="Problems to warm up on.")] = Path("countdown_train.jsonl"),
+    train: Annotated[Path, typer.Option(help="Problems for the warm-up.")] = Path("countdown_train.jsonl"),
     warmup_steps: Annotated[int, typer.Option(min=0)] = 1000,
     batch_size: Annotated[int, typer.Option(min=1)] = 64,
     lr: float = 1.5e-3,
@@ -234,11 +235,11 @@ def main(
     num_kv_heads: int = 2,
     intermediate_size: int = 384,
     max_positions: int = 1024,
-    threads: Annotated[int, typer.Option(min=1, help="CPU threads; may change the weights' last bits.")] = 1,
+    threads: Annotated[int, typer.Option(min=1, help="CPU threads; changes the last bits of weights.")] = 1,
     seed: int = 0,
 ) -> None:
     """Write a Hugging Face folder with a tiny warmed-up model and its tokenizer."""
-    # On the same machine, the same seed must give the same bytes, so sums must not depend on how threads divide them
+    # With the same seed, the model must have the same bytes on the same machine. Sums depend on the number of threads
     torch.set_num_threads(threads)
     torch.use_deterministic_algorithms(True)
     torch.manual_seed(seed)

@@ -7,16 +7,16 @@ from async_grpo.options.fields import fields_in_order, help_of, panel_of, spelli
 
 HEAD = """# Options
 
-Made by `python scripts/options_page.py > docs/options.md`; a test holds it current.
+`python scripts/options_page.py > docs/options.md` makes this page, and a test checks that it is up to date.
 
-Every option can stand on the command line (`--batch-size 64`, dashes and underscores alike) and in a TOML file
+You can give every option on the command line (`--batch-size 64`, with dashes or underscores) or in a TOML file
 (`batch_size = 64`): `async-grpo run run.toml --learning-rate 1e-6`, `torchrun trainer_core.py --config run.toml`,
-`worker_dispatcher.py --config run.toml`. The command line beats the file. One file may serve all programs: each reads its
-own keys. Lists and tables are written out: `reward_fns = ["a", "b"]`, `reward_weights = {a = 2.0}`, and so are names
-of files with a comma or an equals sign: `eval_data_path = {easy = "lr=1,a.jsonl"}`. The options of a file stand one
-below the other, or in tables named for the packages of the library that define them (`[training]`, and below it
-`learning_rate = 1e-6`). The `training_params.json` of a run is such a file, too:
-`async-grpo run runs/x/training_params.json --output-dir runs/y`.
+`worker_dispatcher.py --config run.toml`. The command line overrides the file. One file may be used for all programs,
+because each program reads only its own options. In a file, write lists and tables as TOML: `reward_fns = ["a", "b"]`,
+`reward_weights = {a = 2.0}`. Write names of files with a comma or an equals sign in the same way:
+`eval_data_path = {easy = "lr=1,a.jsonl"}`. Options may be at the top of the file, or in tables named after the packages of
+the library that define them (`[training]`, and below it `learning_rate = 1e-6`). The `training_params.json` of a run is
+such a file, too: `async-grpo run runs/x/training_params.json --output-dir runs/y`.
 """
 
 
@@ -56,7 +56,7 @@ def _row(field: dataclasses.Field) -> str:
         default = f"`{field.default}`"
     names = [field.name.upper()]
     if not field.metadata["argument"]:
-        # The spelling of a flag is --name/--no-name, of which only the first part is shown
+        # A flag is spelled --name/--no-name. Show only the first part
         names = [spelling.partition("/")[0] for spelling in spellings_of(field)]
     name = ", ".join(f"`{name}`" for name in names)
     help_text = help_of(field).replace("|", "\\|")

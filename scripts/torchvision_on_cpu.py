@@ -1,7 +1,7 @@
-"""Let PyPI's torchvision, which is made for CUDA, be imported beside a CPU build of torch (`scripts/setup_images`).
+"""Make PyPI's torchvision, which is built for CUDA, importable beside a CPU build of torch (`scripts/setup_images`).
 
-Its compiled operators cannot be loaded there. `import torchvision` only fails because it registers shapes for two of them,
-so these two are declared first. Nothing that reads images uses the operators.
+A CPU build of torch cannot load torchvision's compiled operators. `import torchvision` then fails only because it
+registers shapes for two of them. So this module declares these two first. Nothing that reads images uses them.
 """
 
 import sys
@@ -9,7 +9,7 @@ from typing import Any
 
 
 class DeclareOperators:
-    """A finder that finds nothing, but declares the operators before torchvision is imported."""
+    """An import hook that finds no module itself. It declares the operators just before torchvision is imported."""
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> None:
         if name != "torchvision":
@@ -20,7 +20,7 @@ class DeclareOperators:
         self.library = torch.library.Library("torchvision", "DEF")
         for operator in ("nms", "qnms"):
             self.library.define(f"{operator}(Tensor boxes, Tensor scores, float threshold) -> Tensor")
-        # Without a reference the library would withdraw its declarations
+        # Keep a reference: without one, torch would remove the declarations
         sys.modules[__name__].declared = self.library
 
 

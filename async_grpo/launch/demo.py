@@ -158,13 +158,13 @@ class DemoConfig(Section):
     )
     draw: bool = option(
         False,
-        "Train a flow-matching model that draws digits, so that they are read as the digit of the prompt. It needs "
+        "Train a flow-matching model to draw digits that are read as the digit of the prompt. It needs "
         "diffusers: pip install 'async-grpo[draw]'.",
         "Demo",
     )
     see: bool = option(
         False,
-        "Train a tiny model that reads pictures, so that it counts the shapes in them. It needs torchvision, which "
+        "Train a tiny model to count the shapes in pictures. It needs torchvision, which "
         "scripts/demo of a checkout installs.",
         "Demo",
     )

@@ -84,7 +84,7 @@ def _truncation(name: str, allowed: Range) -> Any:
     """Return an option that restricts sampling to probable tokens, as the option of this name restricts it in training."""
     return option(
         None,
-        f"As --{name} of `async-grpo run`. The default is the run's, or that of `async-grpo run`.",
+        f"The same as --{name} of `async-grpo run`. By default the checkpoint's run decides, or else the default there.",
         "Evaluation",
         range=allowed,
         portable=True,

@@ -42,13 +42,13 @@ CONFIG_HELP = (
 )
 TRUTH = {"true": True, "1": True, "false": False, "0": False}
 EXIT_BY_SIGINT = 130
-# The disk is full, the quota is used up, or the file system is read-only
+# Errors for a full disk, a used-up quota, and a read-only file system
 CANNOT_WRITE = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
-MIN_HELP_COLUMNS = 120  # `--help` cuts names of options if the terminal has fewer columns
+MIN_HELP_COLUMNS = 120  # in narrower terminals, `--help` would cut names of options
 NARROW_HINT = (
     f"A terminal of {MIN_HELP_COLUMNS} columns shows all names in full; docs/options.md has them, too."
 )
-# Typer's names for the source of a value that the user has set: the command line, or a file of options
+# Typer's names of the sources from which a value that the user has set may come: command line, or file of options
 SET_BY_USER = ("COMMANDLINE", "DEFAULT_MAP")
 
 
@@ -68,10 +68,10 @@ class OptionsCommand(FlagsWithoutType, TyperCommand):
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Parse the arguments. Old spellings and retired options are accepted."""
         if "--help" in args and not ctx.resilient_parsing:
-            # `--help` is answered before any option is checked, so a wrong option does not prevent it
+            # Typer answers `--help` before it checks options, so the help is also shown if an option is wrong
             self.epilog = _fit_help()
             return super().parse_args(ctx, ["--help"])
-        # When a shell asks for completions, the command line may be incomplete, and `normalized` would refuse it
+        # When a shell asks for completions, the command line may be incomplete, and `normalized` could fail
         arguments = args if ctx.resilient_parsing else normalized(args, self.fields, self.retired)
         try:
             return super().parse_args(ctx, arguments)
@@ -111,7 +111,7 @@ def options_command(
             if source is not None and source.name in SET_BY_USER:
                 set_by_user.add(field.name)
             elif context.obj.get(field.name) is not None:
-                # The file sets the option to null (None), for which Typer would take the default instead
+                # The file sets this option to null (None). Without this line, Typer would use the default instead
                 set_by_user.add(field.name)
                 options[field.name] = None
         if hasattr(config_class, "from_options"):
@@ -130,7 +130,7 @@ def options_command(
             context.obj = file_by_name
         return files
 
-    # Typer derives the options from the signature of `parsed`
+    # Typer makes the options from the signature of `parsed`
     signature = _signature(fields, read_files)
     parsed.__signature__ = signature  # type: ignore[attr-defined]
     parsed.__annotations__ = {name: parameter.annotation for name, parameter in signature.parameters.items()}
@@ -192,13 +192,13 @@ def _parameter(field: "dataclasses.Field[Any]") -> inspect.Parameter:
 
 
 def _value_type(field: "dataclasses.Field[Any]") -> Any:
-    """Return the type of a field's values without `None`, such as `float` for `float | None`."""
+    """Return the type of a field's values without `None`: `float` for `float | None`."""
     types = get_args(field.type)
     return types[0] if types else field.type
 
 
 def _number_parser(field: "dataclasses.Field[Any]") -> Callable[[str], Any] | None:
-    """Return a parser for a numeric field, else None. Typer's own error message would not show the wrong value."""
+    """Return a parser for a field of numbers, else None. Unlike Typer's, its error shows the wrong value."""
     value_type = _value_type(field)
     if value_type not in (int, float):
         return None
@@ -250,8 +250,8 @@ def run_app(command: Any, argv: Sequence[str] | None, program: str | None) -> No
     try:
         result = command.main(args=arguments, prog_name=program, standalone_mode=False)
         if isinstance(result, ParsedCommand):
-            # Run the program here: within `main`, Typer would treat a broken pipe of the program as one of its own
-            # output
+            # Run the program outside of Typer's `main`. Inside, Typer would take a broken pipe of the program for one
+            # of its own output
             result.run(result.config)
     except AsyncGrpoError as error:
         _end_with_error(str(error), error.exit_code, error)
@@ -259,7 +259,7 @@ def run_app(command: Any, argv: Sequence[str] | None, program: str | None) -> No
         message = error.format_message()
         context = getattr(error, "ctx", None)
         if not message:
-            # An error without a message means that Typer has already shown the help, so there is no error to print
+            # If the error has no message, Typer has already shown the help
             raise SystemExit(error.exit_code) from error
         if context is not None:
             message = f"{message.rstrip('.')}; see {context.command_path} --help"
@@ -336,7 +336,7 @@ def normalized(arguments: Sequence[str], fields: Fields, retired: Mapping[str, s
         if name in texts_by_name:
             texts_by_name[name].append(value)
             continue
-        # Name and value form one argument, so that the value may start with a dash
+        # Name and value are one argument, so that the value may begin with a dash
         result.append(f"--{dashed(name)}={value}")
     return [*result, *repeated_arguments(texts_by_name)]
 
@@ -363,15 +363,15 @@ def _positional_or_short(argument: str, remaining: list[str], fields: Fields) ->
 
 
 def _fit_help() -> str | None:
-    """Choose the width of the help text, and return a hint if names of options are cut.
+    """Choose the width of the help text, and return a hint if option names are cut.
 
-    A pipe has no width, so Typer would assume 80 columns. It would cut long names of options at this width, and a search
-    in the output would not find them.
+    If the output goes to a pipe, it has no width, and Typer would assume 80 columns. It would cut long option names,
+    and a search in the output would not find them.
     """
     columns = shutil.get_terminal_size().columns
     if sys.stdout.isatty():
         return NARROW_HINT if columns < MIN_HELP_COLUMNS else None
-    from typer import rich_utils  # imports parts of rich that only the help needs
+    from typer import rich_utils  # Import this here, because only the help needs these parts of rich
 
     rich_utils.MAX_WIDTH = max(MIN_HELP_COLUMNS, columns)
     return None
@@ -393,8 +393,8 @@ def _refuse_unknown(spelling: str, name: str, fields: Fields) -> None:
 
 def _is_config_file(argument: str, fields: Fields) -> bool:
     """Return whether the first argument is a file of options."""
-    # If the program takes a positional argument, a .json file in first place may be that argument
+    # If the program takes a positional argument, a .json file in first place may be this argument
     takes_argument = any(field.metadata["argument"] for field in fields)
-    # YAML files are listed, too, so that they are read as files of options, which fails with a helpful message
+    # YAML files are in the list so that they are read as files of options. This fails with a message that helps
     endings = (".toml",) if takes_argument else (".toml", ".json", *YAML_ENDINGS)
     return argument.endswith(endings) and not argument.startswith("-")

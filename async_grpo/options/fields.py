@@ -20,7 +20,7 @@ from async_grpo.options.listed_values import split_table
 from async_grpo.options.source_file import is_file
 
 Fields = Sequence["dataclasses.Field[Any]"]
-# Values of the argument `form` of `option`. Error messages contain these words
+# Values for the argument `form` of `option`. They also stand in error messages
 LIST = "a list"
 TABLE = "a table"
 COMMAS = "names and values with a comma are written as a table or a list in a TOML file, or as JSON on the command line"
@@ -28,9 +28,9 @@ CONSTANTS = {"true": True, "false": False, "none": None}
 
 
 class Range(NamedTuple):
-    """A condition on a number, in addition to being finite."""
+    """A condition on a number. All numbers must be finite in addition, unless the option is `unbounded`."""
 
-    says: str  # the condition in an error message, after the option's name
+    says: str  # the condition, as an error message says it after the option's name
     holds: Callable[[float], bool]
 
 
@@ -188,7 +188,7 @@ def field_name(spelling: str, fields: Fields) -> str:
 
 
 def panel_of(option_field: "dataclasses.Field[Any]") -> str:
-    """Return the heading under which `--help` lists an option."""
+    """Return the heading of the group in which `--help` lists an option."""
     return "Everyday options" if option_field.metadata["everyday"] else option_field.metadata["panel"]
 
 
@@ -218,7 +218,7 @@ def spellings_of(option_field: "dataclasses.Field[Any]") -> list[str]:
 
 
 def nearest(name: Any, names: Iterable[str]) -> str:
-    """Return "; did you mean ...?" with the `names` that resemble `name`, or "" if none does."""
+    """Return "; did you mean ...?" with those of the names that resemble `name`; "" if none does."""
     close = difflib.get_close_matches(str(name), list(names))
     return f"; did you mean {', '.join(close)}?" if close else ""
 
@@ -248,7 +248,7 @@ def parse_assignments(text: str, flag: str) -> dict[str, Any]:
 
 
 def _comma_hint(text: str) -> str:
-    """Return a hint on how to write a value with a comma, or "" if the text probably contains no such value."""
+    """Return a hint on how to write a value with a comma; "" if the text probably contains no such value."""
     return f"; {COMMAS}" if "=" in text and "," in text else ""
 
 

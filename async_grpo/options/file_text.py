@@ -17,7 +17,8 @@ from async_grpo.processes.untrusted_files import parse_json, read_bytes
 YAML_ENDINGS = (".yaml", ".yml")
 BYTE_ORDER_MARK = "\ufeff"
 UTF_16_MARKS = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
-# Patterns of lines: a key in YAML, an item in YAML, an option of a command line, and an assignment of any value
+# Patterns of lines that are no TOML: a key in YAML, an item in YAML, an option of a command line, and an assignment
+# whose value may be anything
 YAML_KEY = re.compile(r"\s*(?P<key>[A-Za-z_][\w-]*)\s*:(?:\s+(?P<value>[^#]*)|$)")
 YAML_ITEM = re.compile(r"\s*-\s+\S|---\s*$")
 FLAG = re.compile(r"\s*--(?P<key>[A-Za-z][\w-]*)(?:[ =]\s*(?P<value>.*))?")
@@ -25,7 +26,8 @@ ASSIGNMENT = re.compile(r"\s*(?P<key>[\w-]+)\s*=\s*(?P<value>[^#]*)")
 PLACE = re.compile(r"\(at line (?P<number>\d+),")
 TOML_WORDS = {"True": "true", "False": "false", "yes": "true", "no": "false", "on": "true", "off": "false"}
 NULLS = ("None", "null", "nil", "~")
-GIVEN_TWICE = ("Cannot overwrite a value", "Cannot declare ")  # words in messages of `tomllib`
+# Beginnings of messages of `tomllib` about a name that occurs twice
+GIVEN_TWICE = ("Cannot overwrite a value", "Cannot declare ")
 SHOWN_CHARACTERS = 80
 
 
@@ -59,7 +61,10 @@ def _decoded(content: bytes) -> str:
 
 
 def _advice(path: Path, text: str, error: Exception) -> str:
-    """Return advice on how to write the file, or else the line that cannot be parsed; "" if it is unknown."""
+    """Return advice on how to write the file.
+
+    Without advice, return the line that cannot be parsed; "" if it is unknown.
+    """
     if path.suffix == ".json":
         return ""
     if "\r" in text.replace("\r\n", ""):
@@ -87,7 +92,7 @@ def _advice(path: Path, text: str, error: Exception) -> str:
 
 
 def _rewritten(match: re.Match[str] | None) -> str:
-    """Return the line that a key and its value would have in TOML."""
+    """Return a hint with the line as it would be in TOML, made from a key and its value."""
     key = match["key"].replace("-", "_") if match else "batch_size"
     value = (match["value"] or "").strip() if match else "16"
     if value in NULLS:

@@ -1,7 +1,7 @@
 """Write lists and tables of options as text, and read them: `a,b` and `name=value,name=value`, or JSON.
 
-This module writes JSON only if a name or value contains a comma, or a name contains an equals sign, as names of files
-may. Users may write both forms.
+JSON is written only where it is necessary: if a name or value contains a comma, or a name contains an equals sign, as
+file names may. Both forms can be read.
 """
 
 import json

@@ -10,7 +10,7 @@ from rich.logging import RichHandler
 from async_grpo.options.fields import refuse
 from async_grpo.options.redaction import redact_logs
 
-# File descriptors
+# File descriptors of a process's output
 STDOUT = 1
 STDERR = 2
 

@@ -45,7 +45,7 @@ def read_options(
         if is_foreign and name not in packages_by_foreign_name:
             known_keys = sorted({*package_by_field, *PACKAGES})
             raise ConfigurationError(f"{path}: {key} is no option{nearest(name, known_keys)}")
-        # Several programs may have options of the same name in different packages, and may all read this file
+        # Several programs may read this file, and may have options of the same name in different packages
         packages = {*packages_by_foreign_name.get(name, ())}
         if not is_foreign:
             packages.add(package_by_field[name])
@@ -56,11 +56,11 @@ def read_options(
         if is_foreign:
             continue
         if value is None:
-            # Options that may be None take null as a value. For all other options, null is ignored
+            # null sets an option to None if the option allows None. Otherwise null is ignored
             if type(None) in get_args(field_by_name[name].type):
                 values[name] = None
             continue
-        # Only flags stay booleans: for a numeric option, Python would accept True as 1
+        # Only flags may be booleans. For an option that is a number, Python would accept True as 1
         is_flag_value = isinstance(value, bool) and is_flag(field_by_name[name])
         _check_form(path, key, value, field_by_name[name].metadata["form"])
         setting = value if is_flag_value else option_text(value)

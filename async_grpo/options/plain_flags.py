@@ -1,13 +1,16 @@
-"""`FlagsWithoutType`: a base of commands whose `--help` shows flags without a type."""
+"""`FlagsWithoutType`: a base class of commands, so that `--help` does not write <bool> beside flags."""
 
 from typing import Any
 
 
 class FlagsWithoutType:
-    """Base of commands whose `--help` shows no type for flags such as `--help`: Typer would write <bool> there."""
+    """Base class of commands.
+
+    For flags such as `--help`, Typer would write the type <bool> in the help; this class removes it.
+    """
 
     def get_params(self, ctx: Any) -> list[Any]:
-        """Return the parameters of the command."""
+        """Return the parameters of the command, of which flags have no type in the help."""
         parameters: list[Any] = super().get_params(ctx)  # type: ignore[misc]
         for parameter in parameters:
             if getattr(parameter, "is_flag", False) and parameter.metavar is None:

@@ -18,7 +18,8 @@ from async_grpo.options.fields import choices_of, dashed, is_number, names_in, p
 from async_grpo.processes.untrusted_files import is_text, printable
 
 MAX_VALUE_CHARACTERS = 10_000
-# Upper limit for numbers of tokens, turns or seconds, because many options have no upper limit of their own
+# Maximum of a number that is taken from a folder. It limits tokens, turns and seconds, because many options have no
+# maximum of their own
 LARGEST_NUMBER = 1e9
 SHOWN_CHARACTERS = 200  # number of characters of a refused value that an error message shows
 
@@ -71,7 +72,7 @@ def _refuse_other_kind(field: "dataclasses.Field[Any]", value: Any, folder: Path
             f"the run of {folder} says {field.name} = {value!r:.80}, which is no {kind}: give "
             f"--{dashed(field.name)} yourself"
         )
-    # Infinity means no limit. Whether it is allowed is checked with the option itself
+    # Infinity means no limit. The check of the option itself says whether it is allowed
     is_finite = isinstance(value, int | float) and not math.isinf(value)
     if is_finite and value != field.default and abs(value) > LARGEST_NUMBER:
         raise ConfigurationError(
@@ -117,7 +118,10 @@ def _is_allowed(largest_values: Mapping[str, float | None], name: str, value: An
 
 
 def refuse_named(refused: Mapping[str, str], folder: Path) -> None:
-    """Raise ConfigurationError if `refused` is not empty: the user must set these options of the run in `folder`."""
+    """Raise ConfigurationError if `refused` is not empty.
+
+    It contains options of the run in `folder` that only the user may set.
+    """
     if not refused:
         return
     flags = []

@@ -15,14 +15,14 @@ from typing import Any, NamedTuple, TextIO
 from urllib.parse import quote, quote_plus
 
 SECRET_NAME = re.compile("KEY|TOKEN|SECRET|PASSW|CREDENTIAL", re.IGNORECASE)
-# Shorter values are not treated as secrets. Otherwise, for example, every "false" in a text would be replaced by the mask
-# because TOKENIZERS_PARALLELISM is set to it
+# Minimum length of a secret. For example, if TOKENIZERS_PARALLELISM=false counted as a secret, every "false" in a text
+# would be masked
 SHORTEST_CHARACTERS = 8
-# In a secret of several lines, such as a private key, each line of at least this length is a secret of its own
+# If a secret has several lines, as a private key has, each line of at least this length counts as a secret, too
 SHORTEST_LINE_CHARACTERS = 16
 MASK = "***"
 
-# Values that `register_secrets` has added. They are hidden even if the names of their variables do not look like secrets
+# Values that `register_secrets` has added. They are hidden whatever the names of their variables are
 _registered: set[str] = set()
 
 
@@ -63,7 +63,7 @@ def redacted(text: str) -> str:
 
 
 class _Hidden(NamedTuple):
-    """All texts that reveal a secret, and the inputs from which they were computed."""
+    """All texts that reveal a secret, and the values from which they were computed."""
 
     environment: dict[Any, Any]
     registered: frozenset[str]
@@ -109,7 +109,7 @@ def spellings(value: str) -> frozenset[str]:
     texts = set(parts)
     for part in parts:
         for escaped in _escaped_spellings(part):
-            # A quoted text may be quoted a second time, such as JSON within JSON
+            # Quoted texts may be quoted a second time, for example JSON inside JSON
             texts |= {escaped, *_escaped_spellings(escaped)}
         encoded = {quote(part, errors="replace"), quote(part, safe="", errors="replace")}
         encoded.add(quote_plus(part, errors="replace"))
@@ -121,18 +121,19 @@ def spellings(value: str) -> frozenset[str]:
 
 
 def _escaped_spellings(text: str) -> set[str]:
-    """Return the text as JSON, HTML and `repr` escape it, without the quotation marks around it."""
+    """Return the text escaped as in JSON, in HTML and by `repr`, without the surrounding quotation marks."""
     in_json = json.dumps(text)[1:-1]
-    # If a text contains both quotation marks, `repr` escapes one of them
+    # With both quotation marks in a text, `repr` escapes one of them
     both_marks = "'\""
     return {
         in_json,
-        in_json.replace("/", r"\/"),  # as PHP writes it
+        in_json.replace("/", r"\/"),  # PHP escapes slashes like this
         *_json_for_html(in_json),
         json.dumps(text, ensure_ascii=False)[1:-1],
         html.escape(text),
         html.escape(text, quote=False),
-        html.escape(text).replace("&#x27;", "&#39;").replace("&quot;", "&#34;"),  # as Go and Jinja write it
+        # Go and Jinja escape quotation marks like this
+        html.escape(text).replace("&#x27;", "&#39;").replace("&quot;", "&#34;"),
         repr(text)[1:-1],
         repr(both_marks + text)[len(repr(both_marks)) - 1 : -1],
     }
@@ -165,8 +166,9 @@ def _base64_spellings(value: bytes) -> set[str]:
     for encode in (base64.b64encode, base64.urlsafe_b64encode):
         for num_before in range(3):
             text = encode(b"\0" * num_before + value).decode()
-            first = -(-8 * num_before // 6)  # first character that encodes no bits of the preceding bytes
-            # first character that may encode bits of the following bytes
+            # First base64 character that encodes no bits of the bytes before the value
+            first = -(-8 * num_before // 6)
+            # First base64 character that may encode bits of the bytes after the value
             beyond = 8 * (num_before + len(value)) // 6
             texts.add(text[first:beyond])
     return texts
@@ -177,7 +179,7 @@ def _may_be_secret(value: str) -> bool:
 
 
 class RedactedRecord(logging.LogRecord):
-    """A log record without secrets. All loggers of the process create such records, even loggers of other libraries."""
+    """A log record without secrets. All loggers of the process make such records, including those of other libraries."""
 
     def getMessage(self) -> str:
         """Return the message without secrets."""
@@ -226,6 +228,6 @@ def redact_logs() -> None:
 def redact_output() -> None:
     """Hide secrets in the logs of this process, and in everything that it prints."""
     redact_logs()
-    # `RedactedStream` passes on all other attributes of a stream
+    # All other attributes of the stream remain available, because `RedactedStream` passes them on
     sys.stdout = RedactedStream(sys.stdout)
     sys.stderr = RedactedStream(sys.stderr)

@@ -18,7 +18,7 @@ from typing import Any, TypeVar, cast
 from async_grpo.errors import ConfigurationError
 from async_grpo.options.version import VERSION
 
-PACKAGE_ROOT = Path(__file__).parents[2]  # a process needs this folder on its path to import `async_grpo`
+PACKAGE_ROOT = Path(__file__).parents[2]  # to import `async_grpo`, a process needs this folder on its path
 Entry = TypeVar("Entry")
 
 
@@ -58,10 +58,10 @@ class ShippedModule:
             return loaded
         module = ModuleType(self.module_name)
         vars(module)["__sha256__"] = self.sha256
-        # Tracebacks show lines from this cache, because the module has no file on this machine
+        # The module has no file on this machine. Tracebacks find its lines in this cache
         file = self.file_name
         linecache.cache[file] = (len(self.text), None, self.text.splitlines(keepends=True), file)
-        # Register the module before its text runs, because the dataclasses in it look up their own module
+        # Register the module before its text runs, because dataclasses in it look up their own module
         sys.modules[self.module_name] = module
         try:
             exec(compile(self.text, file, "exec"), vars(module))
@@ -87,7 +87,7 @@ class SourceFile(ShippedModule):
 
     @property
     def file_name(self) -> str:
-        """Return the file's path, because the module's name contains a digest that the user does not know."""
+        """Return the file's path. It replaces the module's name, which contains a digest that means nothing to the user."""
         return self.path
 
     @classmethod
@@ -99,7 +99,7 @@ class SourceFile(ShippedModule):
         """
         path, _, name = reference.rpartition(":")
         text = read_source(Path(path))
-        # The digest makes the module's name unique, so that `sympy.py:score` does not replace the package sympy
+        # The digest makes the module's name unique. Otherwise a user's `sympy.py` would replace the package sympy
         return cls(f"{Path(path).stem}_{text_digest(text)[:8]}", text, path, name)
 
     def object(self) -> Any:
@@ -145,9 +145,9 @@ def library_version() -> str:
 
 
 def sources_digest(package: Path) -> str:
-    """Return the SHA-256 of the sources of a copy of this library, in hexadecimal.
+    """Return the SHA-256 (hex) of the sources in a copy of this library.
 
-    The folder `data` is left out: users edit the rewards in it, and in a checkout it is only a link.
+    The folder `data` is left out, because users edit the rewards in it, and because it is only a link in a checkout.
     """
     paths = [path for path in package.rglob("*.py") if path.relative_to(package).parts[0] != "data"]
     return text_digest("".join(read_source(path) for path in sorted(paths)))
@@ -174,7 +174,7 @@ def is_file(name: str) -> bool:
     return name.rpartition(":")[0].endswith(".py")
 
 
-# Each file is read once per process, so that later edits do not change the run
+# Reads each file only once per process, so that later edits do not change the run
 read_once = cache(SourceFile.read)
 
 

@@ -1,3 +1,3 @@
-"""The version of the library, in a module that all other modules may import."""
+"""The version of the library. This module imports nothing, so that all other modules may import it."""
 
 VERSION = "0.1.0"

@@ -1,4 +1,4 @@
-"""Time limits for computations whose length depends on other people's data, such as a model's chat template."""
+"""Time limits for computations whose duration depends on data from others, such as a model's chat template."""
 
 import signal
 import threading
@@ -7,19 +7,22 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 
-SHORTEST_S = 1e-3  # least time to which an earlier timer is restored, because 0 would turn that timer off
+SHORTEST_S = 1e-3  # minimum time for restoring an earlier timer; 0 would turn that timer off
 
 
 class _TooSlow(BaseException):
-    """The time limit was reached. Not an `Exception`, because libraries may catch those and continue."""
+    """Raised in the block when its time is over.
+
+    It is not an `Exception`, because libraries may catch those and continue.
+    """
 
 
 @contextmanager
 def interrupted_after(seconds: float, work: str) -> Iterator[None]:
     """Interrupt the block with a TimeoutError after this number of seconds.
 
-    C code is interrupted only where it checks for signals, as the matching of regular expressions does. An earlier
-    timer of the process continues after the block. With 0 seconds or less, the block does not run.
+    C code is interrupted only where it checks for signals. The matching of regular expressions does so. If the process
+    had set a timer before, it continues after the block. With 0 seconds or less, the block does not run.
 
     Raises:
         TimeoutError: The block took longer, or `seconds` is 0 or less.
@@ -37,7 +40,7 @@ def interrupted_after(seconds: float, work: str) -> Iterator[None]:
     is_running = True
 
     def give_up(signum: int, frame: FrameType | None) -> None:
-        # The signal may also arrive after the block has ended, before the timer is turned off. It is then ignored
+        # If the signal arrives after the end of the block, before the timer is turned off, ignore it
         if is_running:
             raise _TooSlow
 
@@ -53,7 +56,7 @@ def interrupted_after(seconds: float, work: str) -> Iterator[None]:
     finally:
         is_running = False
         signal.setitimer(signal.ITIMER_REAL, 0)
-        # Discards a signal that has not been delivered yet. Without a handler, it would end the process
+        # Discard a signal that has not been delivered yet. With the default handler, it would end the process
         signal.signal(signal.SIGALRM, signal.SIG_IGN)
         signal.signal(signal.SIGALRM, handler)
         if left_before_s:

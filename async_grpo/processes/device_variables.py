@@ -3,7 +3,7 @@
 A trainer and an engine that share an NCCL communicator hang if their NCCL_* variables differ.
 """
 
-# Beginnings of the names of variables that decide how a program computes and communicates on GPUs
+# Prefixes of variables that decide how a program computes and communicates on GPUs
 DEVICE_PREFIXES = (
     "CUDA_",
     "FLASHINFER_",
@@ -17,9 +17,9 @@ DEVICE_PREFIXES = (
     "VLLM_",
 )
 COMPILERS = ("CC", "CXX")  # compilers with which Triton and Inductor build their launchers
-# The prefixes of those variables that are also passed to programs on other nodes
+# Those of the prefixes whose variables are also passed to programs on other nodes
 CLUSTER_PREFIXES = ("FLASHINFER_", "FLASH_ATTN_", "NCCL_", "TORCH_NCCL_", "TRITON_", "VLLM_")
-# Ends of the names of variables that hold an interface, an address, an adapter or a path of one node
+# Suffixes of variables that name an interface, an address, an adapter or a path of one node
 NODE_ENDS = (
     "_CACHE",
     "_DIR",
@@ -40,7 +40,7 @@ SECRET_WORDS = frozenset("KEY KEYS TOKEN SECRET PASSWORD PASSWD CREDENTIAL CREDE
 
 
 def is_device_variable(name: str) -> bool:
-    """Return whether all programs of a run on this machine need this variable. False for keys and tokens.
+    """Return whether all programs of a run on this machine need this variable. Keys and tokens are never passed on.
 
     >>> [name for name in ("NCCL_ALGO", "VLLM_API_KEY", "CC", "MY_NCCL") if is_device_variable(name)]
     ['NCCL_ALGO', 'CC']
@@ -49,7 +49,7 @@ def is_device_variable(name: str) -> bool:
 
 
 def is_cluster_variable(name: str) -> bool:
-    """Return whether programs on other nodes need this variable. False for variables that describe one node.
+    """Return whether programs on other nodes need this variable. Variables that describe one node are not passed on.
 
     >>> names = ("NCCL_ALGO", "NCCL_SOCKET_IFNAME", "VLLM_ATTENTION_BACKEND", "VLLM_HOST_IP", "CUDA_VISIBLE_DEVICES")
     >>> [name for name in names if is_cluster_variable(name)]

@@ -21,11 +21,11 @@ def end_in_order(
 ) -> None:
     """Install handlers of SIGTERM, SIGINT and SIGHUP that ask the program to end.
 
-    The process is ended without saving at a second signal, `grace_s` seconds after the first one, or at the first
-    signal if nothing is left to save.
+    The process ends without saving in three cases: at a second signal, if `grace_s` seconds have passed since the first
+    one, or at the first signal if nothing is left to save.
 
-    Must be called in the main thread. That thread may be inside a collective when a signal arrives, and Python's
-    handlers would run only after the collective. Therefore another thread reads the signals from a pipe.
+    Call this in the main thread. That thread may be inside a collective when a signal arrives, and Python's handlers
+    would run only after the collective. Therefore another thread reads the signals from a pipe.
 
     Args:
         ask: Function that asks the program to end. It is called in the other thread with the name of the first signal.
@@ -37,7 +37,7 @@ def end_in_order(
     os.set_blocking(write_end, False)
     signal.set_wakeup_fd(write_end, warn_on_full_buffer=False)
     for number in SIGNALS if look is None else (*SIGNALS, signal.SIGUSR1):
-        # Python writes a signal to the pipe only if it has a handler for it
+        # A handler that does nothing: Python writes a signal to the pipe only if the signal has a handler
         signal.signal(number, lambda *_: None)
     listener = threading.Thread(
         target=_listen,

@@ -1,7 +1,7 @@
-"""Access rules of a server that requires no key.
+"""Access rules of an HTTP server that requires no key.
 
-The server answers requests whose Host header is an IP address or localhost. On the loopback interface, it answers only
-requests from its own user's processes.
+The server answers a request only if its Host header is an IP address or localhost. To requests from the same machine,
+it answers only if they come from processes of its own user.
 """
 
 import ipaddress
@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 
 REFUSAL = "use an IP address or localhost instead of this host name"
 REFUSAL_OF_USERS = "this run belongs to another user"
-# Tables of network connections (see proc(5)), and the columns that are read, counted from 0
+# Tables of network connections (see proc(5)), and the numbers of the columns that are read, from 0
 CONNECTIONS = ("/proc/net/tcp", "/proc/net/tcp6")
 LOCAL_ADDRESS_COLUMN = 1
 REMOTE_ADDRESS_COLUMN = 2
@@ -59,7 +59,7 @@ def may_read(client: Address, server: Address) -> bool:
 
 def _user_of(client: Address, server: Address) -> int | None:
     """Return the id of the user who owns the client's process; None if the kernel lists no such connection."""
-    # Parsing a line is slow, so lines with other ports are skipped by this pattern
+    # Skip lines with other ports by this pattern, because parsing a line is slow
     ports_pattern = re.compile(rf":{client[1]:04X} \w+:{server[1]:04X} ")
     for path in CONNECTIONS:
         with suppress(FileNotFoundError):  # a kernel without IPv6 has no second table
@@ -72,7 +72,7 @@ def _user_of(client: Address, server: Address) -> int | None:
 
 
 def _parsed(column: str) -> Address:
-    """Return the address and the port that a column of the table contains.
+    """Return the address and the port in a column of the table.
 
     The kernel prints an address as words of four bytes, each in the machine's byte order.
     """
@@ -86,7 +86,7 @@ def _parsed(column: str) -> Address:
 
 
 def _normal(address: Address) -> Address:
-    """Return the address in a form in which equal addresses are equal texts.
+    """Return the address in a normal form, so that the texts of equal addresses are equal.
 
     A socket for both IPv4 and IPv6 writes IPv4 addresses in an IPv6 form, which is converted to IPv4. The zone of an
     IPv6 address is removed.

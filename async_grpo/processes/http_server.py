@@ -1,8 +1,8 @@
-"""Limits for the library's HTTP servers that aiohttp lacks.
+"""Limits that aiohttp lacks, for the HTTP servers of this library.
 
-aiohttp limits neither the number of connections, nor the time to send an answer that the client does not read, nor the
-size of its log. It closes a connection that sends no complete request head for `keepalive_timeout`, but by default only
-after an hour. The library's servers set this time to `IDLE_S`.
+aiohttp does not limit the number of connections, the time to send an answer that the client does not read, and the size
+of its log. If a client connects and sends no complete request head, aiohttp closes the connection after
+`keepalive_timeout`, by default an hour. This library's servers set it to `IDLE_S`.
 """
 
 import asyncio
@@ -22,12 +22,13 @@ from aiohttp.http_exceptions import HttpProcessingError
 IDLE_S = 75.0  # seconds until a connection without a complete request head is closed; nginx's default
 ANSWER_WITHIN_S = 60.0  # seconds after which a connection is aborted if the client does not read the answer
 MAX_CONNECTIONS = 512  # default maximum number of connections of a server
-FIRST_PAUSE_S = 1.0  # shortest pause between two log lines of the same kind
+FIRST_PAUSE_S = 1.0  # minimum pause in seconds between two log lines of the same kind
 LONGEST_PAUSE_S = 600.0
 MAX_LOGGED_CHARACTERS = 300
-UNLIMITED_FILES = 1 << 20  # number used if the number of open files is not limited
+UNLIMITED_FILES = 1 << 20  # used as the limit of open files if the system sets none
 PACKAGE = str(Path(__file__).resolve().parents[1])
-NOISY_LOGGERS = ("aiohttp.server", "asyncio")  # asyncio logs an error when it cannot accept a connection
+# Loggers to limit; asyncio logs an error whenever it cannot accept a connection
+NOISY_LOGGERS = ("aiohttp.server", "asyncio")
 
 
 class ConnectionGate:
@@ -104,7 +105,7 @@ async def sending_in_time(request: web.Request) -> AsyncIterator[None]:
         if request.transport is not None:
             request.transport.abort()
     except ConnectionError:
-        # The client has closed the connection. This is no error: if the request sampled a turn, it is trained on anyway
+        # The client has closed the connection, which is no error. If its request sampled a turn, the turn is trained on
         pass
 
 
@@ -121,23 +122,24 @@ class _Refusal(asyncio.Protocol):
             "HTTP/1.1 503 Service Unavailable\r\nContent-Type: application/json\r\nConnection: close\r\n"
             f"Content-Length: {len(self._body)}\r\n\r\n"
         )
-        # Not narrowed by isinstance, because uvloop's transports are not subclasses of asyncio.WriteTransport
+        # Do not check the class of `transport`: uvloop's transports are not subclasses of asyncio.WriteTransport
         transport.write(head.encode() + self._body)  # type: ignore[attr-defined]
         transport.close()
 
 
 class OneLinePerFault(logging.Filter):
-    """A filter that drops repeated errors of the same kind. The pauses between the errors that it logs grow.
+    """A log filter that drops repeated errors of the same kind. The pauses between the errors that it logs grow.
 
     An error that a client causes is logged as one line, and an error of the library with its traceback. Errors that
     clients cause are of the same kind if their message and class are the same. Errors of the library are of the same
-    kind if they are raised at the same line of code and have the same class. Their messages do not count: a client that
-    can cause an error with changing messages could fill the disk with tracebacks.
+    kind if they have the same class and are raised at the same line of code, whatever their message is. Otherwise a
+    client that can cause an error with changing messages could fill the disk with tracebacks.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        # Kind -> (time from which the next error is logged, pause after that one, number of errors dropped so far)
+        # Kind -> (time after which the next error is logged, length of the pause after that, number of errors dropped
+        # so far)
         self._next_at: dict[tuple[Any, ...], tuple[float, float, int]] = {}
 
     def filter(self, record: logging.LogRecord) -> bool:
@@ -183,7 +185,7 @@ def _is_from_client(record: logging.LogRecord, error: BaseException) -> bool:
 
 
 def _place_of(error: BaseException) -> tuple[str, int]:
-    """Return file and line of the innermost traceback frame that is in this package, or else of the innermost frame."""
+    """Return file and line of the innermost traceback frame in this package. If there is none, use the innermost frame."""
     frames = [(frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(error.__traceback__)]
     if not frames:
         return "", 0

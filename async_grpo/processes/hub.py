@@ -116,7 +116,7 @@ def way_out(name: str, kind: str) -> str:
 
 
 def _call_within(seconds: float, call: Callable[[], Any]) -> None:
-    """Call a function in a thread, and wait for it at most `seconds`, because a DNS lookup cannot be interrupted.
+    """Call a function in a thread, because a DNS lookup cannot be interrupted. Wait for it at most `seconds`.
 
     Raises:
         TimeoutError: The function takes longer. Its thread continues, but does not keep the process from ending.

@@ -1,4 +1,4 @@
-"""Read the images of prompts. Their limits are checked before a pixel is decoded."""
+"""Read the images of prompts. Their size is checked before any pixel is decoded."""
 
 import hashlib
 import io
@@ -15,16 +15,16 @@ from async_grpo.errors import ConfigurationError, ImagesDiffer
 from async_grpo.processes.untrusted_files import read_bytes
 from async_grpo.types import ImageReference
 
-# Values of `model_type` of the families whose images the packed forward and the engines compute alike
+# Values of `model_type` of the model families for which packed forward and engines compute the same from images
 IMAGE_MODEL_TYPES = ("qwen2_5_vl", "qwen2_vl", "qwen3_vl")
-RUN_IMAGES = "images"  # name of the folder in a run's output folder that holds the images of its prompts
+RUN_IMAGES = "images"  # name of the folder with the images of a run's prompts, in the run's output folder
 DIGEST_LENGTH = 64  # number of hexadecimal digits of a sha256
 MAX_IMAGE_BYTES = 32 << 20  # maximum size of an encoded image
 MAX_IMAGE_PIXELS = 1 << 26  # maximum number of pixels of an image, such as 8192 x 8192
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
-# Formats whose files say how the camera was held. For PNG, Pillow would have to decode the image to find this out
+# Formats of files that say how the camera was held. To find this out for a PNG file, Pillow would have to decode it
 ORIENTED_FORMATS = ("JPEG", "WEBP")
-ORIENTATION_TAG = 0x0112  # tag of EXIF
+ORIENTATION_TAG = 0x0112  # EXIF tag that says how the camera was held
 ORIENTATIONS_ON_THE_SIDE = (5, 6, 7, 8)  # values of ORIENTATION_TAG that exchange width and height
 
 
@@ -60,7 +60,7 @@ def image_size(content: bytes) -> tuple[int, int]:
 
 
 def decoded_image(content: bytes) -> Image.Image:
-    """Return an image as RGB, turned as its camera was held. Engines and trainer both see exactly these pixels.
+    """Return an image as RGB, rotated as its file says. Engines and trainer both use exactly these pixels.
 
     Raises:
         ConfigurationError: The content cannot be decoded. See `image_size`.
@@ -78,7 +78,7 @@ def read_image(reference: ImageReference) -> Image.Image:
 
     Raises:
         ConfigurationError: The file cannot be read on this node, or cannot be decoded.
-        ImagesDiffer: The file holds another image than when the run began.
+        ImagesDiffer: The file is not the same as when the run began.
     """
     path = Path(reference.path)
     try:
@@ -109,7 +109,7 @@ def _opened(content: bytes) -> Iterator[Image.Image]:
     """
     try:
         with warnings.catch_warnings():
-            # Pillow warns of large images. The limit below refuses them
+            # Pillow warns about large images, but the limit below refuses them anyway
             warnings.simplefilter("ignore", Image.DecompressionBombWarning)
             with Image.open(io.BytesIO(content), formats=FORMATS) as image:
                 width, height = image.size
@@ -123,14 +123,14 @@ def _opened(content: bytes) -> Iterator[Image.Image]:
         raise
     except Image.DecompressionBombError as error:
         raise ConfigurationError(f"the image has too many pixels: {error}") from error
-    except (OSError, SyntaxError, ValueError) as error:  # what Pillow raises for broken files
+    except (OSError, SyntaxError, ValueError) as error:  # Pillow raises these for broken files
         raise ConfigurationError(
             f"the image cannot be decoded ({error}): give one of the formats {', '.join(FORMATS)}"
         ) from error
 
 
 def _orientation(image: Image.Image) -> int:
-    """Return the value of ORIENTATION_TAG; 1, which means upright, if the image has none."""
+    """Return the value of ORIENTATION_TAG. Without this tag, return 1, which means upright."""
     if image.format not in ORIENTED_FORMATS:
         return 1
     return int(image.getexif().get(ORIENTATION_TAG, 1))

@@ -17,7 +17,7 @@ from async_grpo.processes.process_tree import descendants
 
 STACK_S = 10.0  # seconds that py-spy may take to read one process
 MAX_COMMAND_CHARACTERS = 60
-RANK_IN_NAME = re.compile(r"RANK=(\d+) ")  # beginning of the name of a rank that a warm server forked
+RANK_IN_NAME = re.compile(r"RANK=(\d+) ")  # name that a rank has if a warm server forked it begins like this
 # Part of the command line of a warm client, which only waits for the process that a warm server forked for it
 WARM_CLIENT = "processes/warm_client.py"
 PY_SPY = Path(sys.prefix) / "bin" / "py-spy"
@@ -48,7 +48,7 @@ class ProcessState:
     @property
     def frames(self) -> list[str]:
         """Return the stack frames of the main thread, starting with the innermost."""
-        # If the process has not imported `threading`, its main thread has no name
+        # The main thread has no name if the process has not imported `threading`
         unnamed = f"Thread {self.pid} "
         for head, lines in THREAD.findall(self.stack):
             if '"MainThread"' in head or head.startswith(unnamed):
@@ -57,7 +57,10 @@ class ProcessState:
 
 
 def look(roots: Iterable[int]) -> list[ProcessState]:
-    """Return the states of these processes and of all their descendants. This takes at least a second."""
+    """Return the states of these processes and of all their descendants.
+
+    This takes at least a second, to measure CPU use.
+    """
     pids = set()
     for root in roots:
         pids.update([root, *descendants(root)])
@@ -66,12 +69,12 @@ def look(roots: Iterable[int]) -> list[ProcessState]:
         with suppress(psutil.Error):
             process = psutil.Process(pid)
             processes.append(process)
-            # The first call starts the measurement
+            # The first call only starts the measurement
             process.cpu_percent()
     time.sleep(1.0)
     states = []
     for process in processes:
-        # Skips processes that have ended
+        # The process may have ended
         with suppress(psutil.Error):
             state = ProcessState(
                 process.pid,
@@ -92,8 +95,8 @@ def _role(process: psutil.Process) -> str:
         return f"rank {match[1]}"
     rank = process.environ().get("RANK", "0" if process.pid == os.getpid() else "")
     parent = process.parent()
-    # A process is a rank if it has the variable RANK and its parent does not. The children of a rank inherit the
-    # variable
+    # A rank has the variable RANK, and its parent does not. The children of a rank inherit the variable, so they are no
+    # ranks
     if rank and parent is not None and "RANK" not in parent.environ() and WARM_CLIENT not in command:
         return f"rank {rank}"
     for mark, role in ROLES.items():
@@ -103,7 +106,7 @@ def _role(process: psutil.Process) -> str:
 
 
 def _stack(process: psutil.Process) -> str:
-    """Return the stacks of a process. The process is not paused, because it may be in the middle of a training step."""
+    """Return the stacks of a process. Do not pause it, because it may be in the middle of a training step."""
     if "python" not in Path(process.exe()).name:
         return ""
     command = [str(PY_SPY), "dump", "--nonblocking", "--pid", str(process.pid)]
@@ -115,7 +118,7 @@ def _stack(process: psutil.Process) -> str:
 
 
 def request_look(pid: int, program: str = "") -> bool:
-    """Send SIGUSR1 to a process or to one of its descendants: the first one that handles the signal.
+    """Send SIGUSR1 to the first one of a process and its descendants that handles this signal.
 
     Processes that do not handle it are skipped, because the signal would end them. Clients of a warm server are
     skipped, too, because they only pass the signal on.
@@ -128,7 +131,7 @@ def request_look(pid: int, program: str = "") -> bool:
         Whether any of the processes handles the signal.
     """
     for candidate in (pid, *descendants(pid)):
-        # Skips processes that have ended
+        # The process may have ended
         with suppress(OSError):
             handled = re.search(r"SigCgt:\s*(\w+)", Path(f"/proc/{candidate}/status").read_text())
             command = Path(f"/proc/{candidate}/cmdline").read_text(errors="replace").replace("\0", " ")

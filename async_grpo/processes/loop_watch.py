@@ -22,9 +22,10 @@ from pathlib import Path
 from types import CodeType, FrameType
 
 BEAT_S = 0.25  # seconds between heartbeats
-LIMIT_S = 1.0  # a turn of the event loop is logged if code delayed it by more than this
+LIMIT_S = 1.0  # a turn of the event loop is logged if code delays it by more than this number of seconds
 FRAMES = 6  # number of stack frames in the log
-# Pause after the first log line about a line of code. It doubles with each further log line about the same line of code
+# Seconds in which a line of code is not logged again after its first log line. They double with each further log line
+# about it
 FIRST_PAUSE_S = 10.0
 LONGEST_PAUSE_S = 600.0
 UNKNOWN_PLACE = "a call that kept Python's lock and has returned since, so that its place is not known"
@@ -48,7 +49,7 @@ class LateTurn:
     def blamed_s(self) -> float:
         """Return the part of the delay that code caused. It is at least the time in which the loop's thread ran."""
         rest_s = self.age_s - self.starved_s - self.stopped_s
-        # The rest may be too small, because on a busy machine some time passes between reading one clock and the next
+        # `rest_s` may be too small: on a busy machine, time passes between reading one clock and the next
         return max(rest_s, min(self.computing_s, self.age_s))
 
     @property
@@ -63,13 +64,16 @@ class LateTurn:
 
 @dataclass
 class _Places:
-    """Limits how often the same line of code (a place) is logged."""
+    """Limits how often each line of code (a place) is logged."""
 
     # Place -> (monotonic time from which it may be logged again, pause after that)
     next_at: dict[str, tuple[float, float]] = field(default_factory=dict)
 
     def may_log(self, place: str) -> bool:
-        """Return whether a line of code may be logged now. If so, begin its next pause, twice as long as the last."""
+        """Return whether a place may be logged now.
+
+        If so, begin its next pause, which is twice as long as the one before.
+        """
         now = time.monotonic()
         at, pause_s = self.next_at.get(place, (now, FIRST_PAUSE_S))
         if now < at:
@@ -88,8 +92,8 @@ class LoopWatch:
         self._timer: asyncio.TimerHandle | None = None
         self._longest_s = 0.0
         self._reported_beats = -1  # value of `_beats` in the last turn that was reported
-        # For the watching thread: total delay of all its waits so far, and the time at which its current wait should
-        # end. They are one tuple, so that the loop's thread always reads both from the same moment
+        # For the watching thread: (total delay of all its waits so far, time at which its current wait should end).
+        # They are one tuple, so that the loop's thread reads two values that belong together
         self._watcher_delay = (0.0, math.inf)
 
     def start(self) -> None:
@@ -139,7 +143,7 @@ class LoopWatch:
         )
         self._longest_s = max(self._longest_s, turn.blamed_s)
         if turn.blamed_s > self._limit_s and self._reported_beats != self._beats:
-            # The watching thread has not reported this turn, because it could not get Python's lock during the turn
+            # The watching thread has not reported this turn: it could not get Python's lock while the turn lasted
             self._log_turn(turn, UNKNOWN_PLACE, UNKNOWN_PLACE)
         self._starved_at_beat_s = starved_s
         self._delay_at_beat_s = delay_s
@@ -170,11 +174,12 @@ class LoopWatch:
             if has_new_turn:
                 beats = self._beats
                 own_delay_s = 0.0
-                # Use the CPU times of the loop's thread and of the process that the heartbeat itself has read. Times
-                # read here could already include a call that kept Python's lock, which must count as part of this turn
+                # For the loop's thread and for the process, use the CPU times that the heartbeat itself has read. Times
+                # read here could already include a call that kept Python's lock, and that call must count as part of
+                # this turn
                 threads_at_beat = _thread_times() | {self._thread_id: self._thread_cpu_at_beat_s}
                 cpu_at_beat_s = self._cpu_at_beat_s
-                # This wait may have begun before the turn did, so count only the delay within the turn
+                # The watching thread's wait may have begun before the turn, so count only its delay within the turn
                 before = max(before, self._due_at - BEAT_S)
             own_delay_s += max(0.0, time.monotonic() - before - BEAT_S)
             age_s = time.monotonic() - self._due_at
@@ -232,9 +237,9 @@ class LoopWatch:
 
 
 def _stopped_s(watcher_delay_s: float, computed_s: float, starved_s: float) -> float:
-    """Return for how long the process was stopped, derived from the delay of the watching thread.
+    """Return the seconds for which the whole process was stopped, derived from the delay of the watching thread.
 
-    While another thread computes, the watching thread is late because it waits for Python's lock. That time does not
+    If another thread computes, the watching thread may be late because it waits for Python's lock. This time does not
     count.
     """
     return max(0.0, watcher_delay_s - computed_s - starved_s)
@@ -247,16 +252,16 @@ def _thread_times() -> dict[int, float]:
         if thread.ident is not None and Path(f"/proc/self/task/{thread.native_id}").exists():
             try:
                 times[thread.ident] = time.clock_gettime(time.pthread_getcpuclockid(thread.ident))
-            except OSError:  # the thread has ended meanwhile
+            except OSError:  # the thread has ended in the meantime
                 continue
     return times
 
 
 def _stack_of(frame: FrameType | None) -> tuple[str, str]:
-    """Return the place to log, which is the innermost frame in this package, and the stack, innermost frame first.
+    """Return (place to log, stack with the innermost frame first). The place is the innermost frame in this package.
 
     If a call keeps Python's lock, the watching thread runs only after the call has returned. The loop may then already
-    be waiting for its next turn. In this case the place is not known, and no other code is named.
+    be waiting for its next turn. In this case the place is unknown, and no other code is named.
     """
     if frame is None:
         return "?", "?"
@@ -284,5 +289,5 @@ def _is_between_turns(frame: FrameType) -> bool:
     if any(code is LoopWatch._beat.__code__ for code in codes):
         return True
     names = [code.co_name for code in codes]
-    # The loop runs callbacks through `Handle._run`. If the stack does not contain it, no callback is running
+    # The loop runs callbacks in `Handle._run`. If the stack does not contain it, no callback is running
     return "_run_once" in names and "_run" not in names[: names.index("_run_once")]

@@ -1,4 +1,4 @@
-"""How much memory this process takes, and how much it was planned to take."""
+"""Measures the memory of this process, and remembers its plan for error messages."""
 
 import ctypes
 import os
@@ -13,13 +13,13 @@ import psutil
 from rich.filesize import decimal
 
 KIB = 1024
-# Before the end of a step, memory is returned to the operating system if the process holds this many times what it held
-# after the last return
+# Within a step, freed memory is returned to the operating system if the process has grown by this factor since the last
+# return
 GROWTH_BEFORE_RETURN = 1.5
-# A process that holds less keeps its freed memory. To assign 100 MB anew in each step would make the steps of a small model
-# 7 % slower
+# A smaller process keeps its freed memory: to assign 100 MB anew in each step would make the steps of a small model 7 %
+# slower
 SMALL_PROCESS_BYTES = 1 << 30
-# The estimate for this process in bytes, by the name of the process: at most one entry, because a process has one task
+# Planned bytes of this process by its name in messages. There is at most one entry, because a process has one task
 _planned_bytes: dict[str, int] = {}
 
 
@@ -35,7 +35,7 @@ def note_plan(process: str, num_bytes: float) -> None:
 
 
 def memory_in_words() -> str:
-    """Return what this process was planned to take and what is in use: of its GPU, or else of the main memory."""
+    """Return a text with the planned memory of this process and its memory in use: on its GPU, or else in main memory."""
     parts = [f"planned for {name}: about {decimal(size)}" for name, size in _planned_bytes.items()]
     cuda = _cuda()
     if cuda is None:
@@ -46,7 +46,7 @@ def memory_in_words() -> str:
             f"{decimal(machine.available)} of {decimal(machine.total)}"
         )
     elif cuda.is_initialized() and cuda.memory_reserved():
-        # After some errors, CUDA answers no more questions
+        # CUDA may raise RuntimeError for every further call after some errors
         with suppress(RuntimeError):
             free_bytes, total_bytes = cuda.mem_get_info()
             parts.append(
@@ -60,8 +60,8 @@ def memory_in_words() -> str:
 def _cuda() -> Any | None:
     """Return `torch.cuda` if this process has imported torch and may use a GPU, else None.
 
-    The engine's process on a GPU is a child of its worker, which has no tensors on the GPU. A question about free memory
-    would make a CUDA context in such a process: some hundred megabytes of the GPU that is short of memory.
+    A worker has no tensors on the GPU, because its engine runs in a child process. In such a worker, asking for the
+    free memory would create a CUDA context. That takes some hundred megabytes of the GPU whose memory is short.
     """
     torch: Any = sys.modules.get("torch")
     if torch is None or not torch.cuda.is_available():
@@ -98,37 +98,37 @@ def _peak_of(process_id: int) -> int:
 
 
 class FreedMemory:
-    """Returns the memory of freed tensors to the operating system, where the C library keeps it.
+    """Returns the memory of freed tensors to the operating system, because the C library would keep it.
 
-    Torch allocates tensors in main memory with an alignment. glibc (measured: 2.36) does not find room for them in the gaps
-    that earlier ones of the same size left, so that a trainer on a CPU grows with each micro-batch, although all tensors
-    are freed (docs/log.md, 2026-11-28).
+    Torch allocates tensors in main memory with an alignment. glibc (measured: 2.36) does not reuse the gaps of freed
+    tensors for new ones of the same size. So a trainer on a CPU would grow with each micro-batch, although all its
+    tensors are freed (docs/log.md, 2026-11-28).
     """
 
     def __init__(self) -> None:
         self._trim = _malloc_trim()
-        self._resident_bytes = 0  # what this process held after the last return
+        self._resident_bytes = 0  # resident memory of this process after the last return
         self.release()
 
     def release(self) -> None:
-        """Return all freed memory. The next tensors take longer, because the system must assign their memory anew."""
+        """Return all freed memory. The next tensors take longer, because the system must assign memory to them again."""
         if self._trim is not None:
             self._trim(0)
             self._resident_bytes = resident_bytes()
 
     def release_within_step(self) -> None:
-        """Return all freed memory if this process has grown by half since the last time. A small process keeps it."""
+        """Return all freed memory if this process has grown by half since the last return. A small process does nothing."""
         if resident_bytes() > max(GROWTH_BEFORE_RETURN * self._resident_bytes, SMALL_PROCESS_BYTES):
             self.release()
 
     def release_after_step(self) -> None:
-        """Return all freed memory. A small process keeps it."""
+        """Return all freed memory. A small process does nothing."""
         if resident_bytes() > SMALL_PROCESS_BYTES:
             self.release()
 
 
 def _malloc_trim() -> Callable[[int], int] | None:
-    """Return the function of glibc that returns freed memory; None in another C library."""
+    """Return the function of glibc that returns freed memory. Return None if the C library is not glibc."""
     with suppress(OSError, AttributeError):
         trim: Callable[[int], int] = ctypes.CDLL(None).malloc_trim
         return trim

@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any, TypeVar
 
-LARGE_CHARACTERS = 32_768  # from this size on, the work takes longer than the switch to a thread (0.1 ms)
+LARGE_CHARACTERS = 32_768  # for longer texts, the work takes longer than the switch to a thread (0.1 ms)
 THREADS = 2  # more threads would compete with the event loop for Python's global lock
 
 _Result = TypeVar("_Result")

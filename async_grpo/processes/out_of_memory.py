@@ -1,4 +1,4 @@
-"""Name a lack of memory: what was being done, how much memory was planned and in use, and which option to change."""
+"""Turn errors for lack of memory into `OutOfMemory`, which names the activity, memory planned and used, and a way out."""
 
 import os
 from collections.abc import Iterator
@@ -10,11 +10,11 @@ from async_grpo.processes.memory_use import memory_in_words
 
 # Parts of the messages, in lower case, with which libraries and the operating system report a lack of memory
 SIGNS = (
-    "out of memory",  # CUDA, torch, vLLM
-    "can't allocate memory",  # torch's allocator of main memory
-    "cannot allocate memory",  # the operating system (ENOMEM)
-    "not enough memory: you tried to allocate",  # torch's allocator of main memory
-    "bad_alloc",  # the C++ library
+    "out of memory",  # written by CUDA, torch and vLLM
+    "can't allocate memory",  # written by torch's allocator of main memory
+    "cannot allocate memory",  # written by the operating system (ENOMEM)
+    "not enough memory: you tried to allocate",  # written by torch's allocator of main memory
+    "bad_alloc",  # written by the C++ library
     "cublas_status_alloc_failed",
     "no available memory for the cache blocks",  # vLLM: the KV cache has no room
     "larger than the available kv cache memory",  # vLLM: the KV cache has no room for one sequence
@@ -22,10 +22,10 @@ SIGNS = (
     "is less than desired cpu memory utilization",
     "is less than requested memory for kv",  # vLLM: the KV cache does not fit into the main memory
 )
-# Names of exceptions that always mean a lack of memory; the last one is that of Ray's object store
+# Names of exceptions that always mean a lack of memory; Ray's object store raises the last one
 TYPE_NAMES = ("OutOfMemoryError", "MemoryError", "OutOfMemory", "ObjectStoreFullError")
 MAX_REASON_CHARACTERS = 400
-# Number of bytes at the end of the log that are searched for an error of a child process
+# Number of bytes at the end of the log in which an error of a child process is searched
 LOG_BYTES = 1 << 18
 
 
@@ -36,7 +36,7 @@ def naming_out_of_memory(activity: str, cure: str, *, searches_log: bool = False
     Args:
         activity: What the block does, such as "in the backward pass of 4,096 tokens".
         cure: Which options to change, as an imperative.
-        searches_log: Whether an error may be that of a child process which has written the cause to this process's log.
+        searches_log: Whether an error may come from a child process, which has written its cause to this process's log.
 
     Raises:
         OutOfMemory: The memory is exhausted. All other errors are raised as they are.
@@ -61,7 +61,7 @@ def message(activity: str, cure: str, reason: str) -> str:
 
 
 def reason_of(error: BaseException) -> str:
-    """Return the message of the lack of memory that caused an error, on one line; "" if the cause is another one."""
+    """Return a message about a lack of memory, on one line, if that caused the error; "" if the cause is another one."""
     cause: BaseException | None = error
     visited: set[int] = set()
     while cause is not None and id(cause) not in visited:
@@ -69,7 +69,7 @@ def reason_of(error: BaseException) -> str:
         text = " ".join(str(cause).split())
         if type(cause).__name__ in TYPE_NAMES or has_sign(text):
             return f"{type(cause).__name__}: {text}"[:MAX_REASON_CHARACTERS]
-        # `raise ... from None` says that the error that was being handled is not the cause
+        # After `raise ... from None`, the error that was being handled does not count as the cause
         context = None if cause.__suppress_context__ else cause.__context__
         cause = cause.__cause__ or context
     return ""
@@ -90,8 +90,8 @@ def has_sign(text: str) -> bool:
 def reason_in_log() -> str:
     """Return the last line of this process's log that reports an error for lack of memory; "" if there is none.
 
-    The processes of an engine write to the log of the worker that started them, and the worker itself only gets to know
-    that they ended.
+    If an engine's process fails, the worker that started it learns only that it ended. But the process wrote the error
+    to the worker's log.
     """
     try:
         path = Path(os.readlink("/proc/self/fd/2"))
@@ -103,7 +103,7 @@ def reason_in_log() -> str:
     except OSError:
         return ""
     for line in reversed(lines):
-        # vLLM's warnings also speak of memory, so only lines that name an error count
+        # Only lines that name an error count, because vLLM's warnings also speak of memory
         if "Error" in line and has_sign(line):
             return " ".join(line.split())[-MAX_REASON_CHARACTERS:]
     return ""

@@ -6,8 +6,9 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 
-MAX_FILE_BYTES = 16 << 20  # a full file is renamed, and replaces the one that was full before
-MAX_SOURCE_BYTES = 4 << 20  # limit for one process; the rest of its output is read and dropped
+# A full file is renamed to `<name>.1`, and replaces the one that was renamed before
+MAX_FILE_BYTES = 16 << 20
+MAX_SOURCE_BYTES = 4 << 20  # limit for the output of one process; further output is read and dropped
 MAX_PIECE_BYTES = 1 << 16
 
 log = logging.getLogger(__name__)
@@ -19,7 +20,7 @@ class OutputLog:
     At most two files of MAX_FILE_BYTES exist: `path`, and the one before it, whose name ends in `.1`.
 
     Args:
-        path: The file. It is made when there is something to write.
+        path: The file. It is created at the first output.
         hide_secrets: Function that replaces secrets in a text.
     """
 
@@ -36,7 +37,7 @@ class OutputLog:
         A thread reads the pipe until all processes that hold it have ended.
 
         Args:
-            source: Name of the process, which stands before its output in the file.
+            source: Name of the process. The log has it in front of the process's output.
         """
         reading_end, writing_end = os.pipe()
         thread = threading.Thread(target=self._copy, args=(reading_end, source), daemon=True)
@@ -86,9 +87,9 @@ class OutputLog:
 
 
 class SourceOutput:
-    """The output of one process, of which at most MAX_SOURCE_BYTES are written to the log.
+    """Collects the output of one process, and writes at most MAX_SOURCE_BYTES of it to the log.
 
-    It is written in whole lines, because half of a secret would not be recognized.
+    It writes only whole lines, because half of a secret would not be recognized.
     """
 
     def __init__(self, log: OutputLog, source: str) -> None:
@@ -114,7 +115,7 @@ class SourceOutput:
             self._log.write(self._source, note.encode())
 
     def end(self) -> None:
-        """Write a last line that has no end."""
+        """Write the last line if the process has not ended it."""
         if self._unfinished_line:
             self._log.write(self._source, self._unfinished_line + b"\n")
             self._unfinished_line = b""

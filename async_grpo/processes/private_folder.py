@@ -1,4 +1,4 @@
-"""Temporary folders that only their user can enter. If their process was killed, a later process removes them."""
+"""Temporary folders that only their user can enter. If the process that made one is killed, a later process removes it."""
 
 import atexit
 import fcntl
@@ -14,11 +14,11 @@ from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
 
-# File in each folder with the process id, the start time in clock ticks, the PID namespace, the boot id and the host
-# name of the process that made the folder. That process keeps the file locked
+# File in each folder that describes the process that made it: process id, start time in clock ticks, PID namespace,
+# boot id and host name. The process keeps the file locked
 OWNER_FILE = "owner"
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
-DEAD_STATES = ("Z", "X")  # states in /proc/PID/stat of a process that has ended but was not collected yet
+DEAD_STATES = ("Z", "X")  # in /proc/PID/stat: states of a process that has ended but was not collected yet
 PREFIX = "grpo-"  # beginning of the names of private folders, for all programs of a run
 TORCH_DEFAULT_CACHE = "torchinductor_"  # beginning of the name of torch's default cache folder in /tmp
 
@@ -35,7 +35,7 @@ def private_folder(prefix: str = PREFIX) -> Iterator[Path]:
         yield folder
     finally:
         os.close(_owner_files.pop(folder))
-        # Errors are ignored, because programs that were just killed may still be writing to the folder
+        # Ignore errors, because programs that were just killed may still be writing to the folder
         shutil.rmtree(folder, ignore_errors=True)
         # Also remove the folders of programs that were started in the block and killed at its end
         remove_abandoned()
@@ -52,7 +52,7 @@ def make_private_folder(prefix: str = PREFIX) -> Path:
     descriptor = os.open(folder / OWNER_FILE, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     _owner_files[folder] = descriptor
     os.write(descriptor, " ".join((str(pid), _start_ticks(pid), *_place())).encode())
-    # On a file system without locks, `remove_abandoned` cannot lock the file either, and leaves the folder alone
+    # If the file system has no locks, `remove_abandoned` cannot lock the file either, and does not remove the folder
     with suppress(OSError):
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     return folder
@@ -64,7 +64,7 @@ def remove_abandoned(prefix: str = PREFIX) -> None:
     Folders that other users can enter are not removed, because another user could have written the owner file.
     """
     for folder in Path(tempfile.gettempdir()).glob(f"{glob.escape(prefix)}*"):
-        # Skips folders of unrelated programs, and folders that another process is removing
+        # The folder may belong to an unrelated program, or another process may be removing it
         with suppress(OSError, ValueError):
             status = folder.lstat()
             is_ours = stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid()
@@ -73,7 +73,7 @@ def remove_abandoned(prefix: str = PREFIX) -> None:
 
 
 def _remove_if_abandoned(folder: Path) -> None:
-    """Remove a folder if its process ran in this PID scope (see `_place`) and has ended.
+    """Remove a folder if the process that made it ran in this PID scope (see `_place`) and has ended.
 
     Other hosts or containers may share the directory, and their process ids have no meaning here. The PID namespace may
     have the same name on all hosts, so the boot id and the host name are compared as well. If all of these are equal on
@@ -108,7 +108,7 @@ def _place() -> tuple[str, str, str]:
 
 @contextmanager
 def temporary_files_in(folder: Path) -> Iterator[None]:
-    """Make this process, and those that it starts in the block, use the folder for temporary files."""
+    """During the block, make this process and the processes that it starts use the folder for temporary files."""
     directory = tempfile.tempdir
     variable = os.environ.get("TMPDIR")
     tempfile.tempdir = str(folder)
@@ -131,15 +131,15 @@ def compile_cache(environment: Mapping[str, str] = os.environ) -> dict[str, str]
     there, or other users can write to it, a temporary folder is returned, which is removed when this process ends.
     """
     name = "TORCHINDUCTOR_CACHE_DIR"
-    # torch may have set the variable to its default itself, as it does when vLLM is imported. That value is replaced
+    # torch sets the variable to its default itself, for example when vLLM is imported. Replace that value
     is_torch_default = Path(environment.get(name, "")).name.startswith(TORCH_DEFAULT_CACHE)
     if environment.get(name) and not is_torch_default:
         return {}
     try:
         caches = environment.get("XDG_CACHE_HOME") or Path.home() / ".cache"
         folder = Path(caches) / "async-grpo" / "torchinductor"
-        # Made in two steps, because `mkdir` applies `mode` only to the last folder. The mode of its parents would
-        # depend on the umask, which may let a group write
+        # Create the parent first: `mkdir` applies `mode` only to the last folder. Parents that it creates get a mode
+        # from the umask, which may let a group write
         folder.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         folder.mkdir(mode=0o700, exist_ok=True)
         problem = _problem_of_cache(folder)
@@ -152,8 +152,8 @@ def compile_cache(environment: Mapping[str, str] = os.environ) -> dict[str, str]
 
 
 def _problem_of_cache(folder: Path) -> str:
-    """Return the reason why a folder is not safe for code that this user executes, or "" if it is safe."""
-    # The parent is checked as well, because anyone who can write to it can replace the folder
+    """Return why a folder is not safe for code that this user executes; "" if it is safe."""
+    # Check the parent as well, because anyone who can write to it can replace the folder
     for place in (folder, folder.parent):
         status = place.stat()
         if status.st_uid != os.geteuid():

@@ -1,7 +1,7 @@
-"""Process trees that end with their owner and leave no process behind.
+"""Process trees that end with their owner, so that no process is left behind.
 
 They use two options of Linux's prctl that need no privileges. This module imports little besides the standard library,
-because the guardian of every reward process imports it at its start.
+because the guardian of every reward process imports it at its start (see `split_off_guardian`).
 """
 
 import contextlib
@@ -18,10 +18,10 @@ from async_grpo.errors import ConfigurationError
 
 PR_SET_PDEATHSIG = 1  # this and the next constant are from linux/prctl.h
 PR_SET_CHILD_SUBREAPER = 36
-WATCH_S = 0.1  # seconds between two counts of a guardian's processes
+WATCH_S = 0.1  # seconds between two counts of a guardian's descendants
 TOO_MANY = 113  # exit code of a guardian that had more than `max_processes` descendants
 
-# Process that asked a warm server for this process (see `warm_server`); None in a process that was started as usual
+# Id of the process that asked a warm server for this one (see `warm_server`); None if this process was started as usual
 starter_pid: int | None = None
 
 _GUARDED_SIGNALS = {signal.SIGCHLD, signal.SIGTERM}
@@ -64,20 +64,20 @@ def die_with(owner_pid: int, signal_number: int = signal.SIGKILL) -> None:
         SystemExit: `owner_pid` is not the parent any more.
     """
     prctl(PR_SET_PDEATHSIG, signal_number)
-    # The parent may have died before the kernel began to watch it
+    # The parent may have died before this call, and then the kernel sends nothing
     if os.getppid() != owner_pid:
         sys.exit(f"the parent process {owner_pid} is gone")
 
 
 def pid_of_starter() -> int:
-    """Return the id of the process that started this one. If a warm server forked it, that is not its parent."""
+    """Return the id of the process that started this one. That is not its parent if a warm server forked it."""
     return os.getppid() if starter_pid is None else starter_pid
 
 
 def children(pid: int) -> list[int]:
     """Return the ids of a process's children, zombies included; [] if the process has ended."""
     pids: list[int] = []
-    # An error means that the process has ended
+    # The process may have ended
     with contextlib.suppress(OSError):
         for thread in os.listdir(f"/proc/{pid}/task"):
             with open(f"/proc/{pid}/task/{thread}/children") as file:
@@ -88,7 +88,7 @@ def children(pid: int) -> list[int]:
 def descendants(root: int, spared: Collection[int] = ()) -> list[int]:
     """Return the ids of all descendants of a process, including zombies, but without `spared` and their descendants."""
     pids = [root]
-    # The list grows during the iteration, so that children of children are visited
+    # Children of children are visited, too, because the list grows during the iteration
     for pid in pids:
         pids += [child for child in children(pid) if child not in spared]
     return pids[1:]
@@ -114,12 +114,12 @@ def end_descendants(
     if grace_s > 0:
         _signal_all(signal.SIGTERM, spared)
     kill_at = time.monotonic() + grace_s
-    # The error means that this process has no children, and therefore no descendants, any more
+    # This process has no children any more, and therefore no descendants
     with contextlib.suppress(ChildProcessError):
         while _collect_ended(codes, spared):
             late_s = time.monotonic() - kill_at
             if late_s >= 0:
-                # Send SIGKILL repeatedly, because the processes may have started others in the meantime
+                # Send SIGKILL again in each round, because a process may have started others in the meantime
                 _signal_all(signal.SIGKILL, spared)
             if late_s > deadline_s:
                 raise TimeoutError(f"processes {sorted(descendants(os.getpid(), spared))} survive SIGKILL")
@@ -142,10 +142,10 @@ def _collect_ended(codes: dict[int, int], spared: Collection[int]) -> bool:
             if pid == 0:
                 return True
             codes[pid] = os.waitstatus_to_exitcode(status)
-    # Collect the children one by one, because the exit code of a spared child is left to the code that started it
+    # Collect only these children. The exit code of a spared child must be left to the code that started it
     to_end = [child for child in children(os.getpid()) if child not in spared]
     for child in to_end:
-        # The code that started the child may already have collected its exit code
+        # The code that started the child may have collected its exit code already
         with contextlib.suppress(ChildProcessError):
             pid, status = os.waitpid(child, os.WNOHANG)
             if pid != 0:
@@ -154,7 +154,7 @@ def _collect_ended(codes: dict[int, int], spared: Collection[int]) -> bool:
 
 
 def split_off_guardian(owner_pid: int, close_fd: int, max_processes: int) -> None:
-    """Fork. The call returns in the child. This process becomes the child's guardian, and ends with its exit code.
+    """Fork, and return in the child. This process becomes the child's guardian, and ends with the child's exit code.
 
         owner -> guardian (this process) -> child -> all processes that the child starts
 
@@ -165,8 +165,8 @@ def split_off_guardian(owner_pid: int, close_fd: int, max_processes: int) -> Non
         owner_pid: Process id of the owner, which is the parent of this process.
         close_fd: Descriptor of a channel to the owner. The guardian closes it, so that the owner notices when the child
             closes its own copy.
-        max_processes: Maximum number of descendants. RLIMIT_NPROC cannot be used, because it counts all
-            processes of the user, and does not limit root.
+        max_processes: Maximum number of descendants. RLIMIT_NPROC cannot be used, because it counts all processes of
+            the user, and does not limit root.
     """
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, _GUARDED_SIGNALS)
     adopt_orphans()
@@ -180,13 +180,12 @@ def split_off_guardian(owner_pid: int, close_fd: int, max_processes: int) -> Non
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         return
     os.close(close_fd)
-    # Use real-time priority if that is allowed. Without it, a fork bomb in many sessions may be faster than the
-    # guardian
+    # Use real-time priority if that is allowed. Otherwise a fork bomb in many sessions may be faster than the guardian
     with contextlib.suppress(OSError):
         os.sched_setscheduler(0, os.SCHED_FIFO, os.sched_param(1))
     has_too_many = _watch(guarded_pid, max_processes)
-    # First kill the child's process group. The kernel kills it at once, while processes that are killed one by one
-    # could fork faster. There is no such group if the child has not called `setsid` yet
+    # First kill the whole process group of the child at once: processes that are killed one by one could fork faster.
+    # If the child has not called `setsid` yet, there is no such group
     with contextlib.suppress(ProcessLookupError):
         os.killpg(guarded_pid, signal.SIGKILL)
     exit_code = end_descendants()[guarded_pid]
@@ -197,16 +196,17 @@ def split_off_guardian(owner_pid: int, close_fd: int, max_processes: int) -> Non
 
 
 def _watch(guarded_pid: int, max_processes: int) -> bool:
-    """Wait until the guarded process ends or must be ended. Return whether that is because of too many processes."""
+    """Wait until the guarded process ends or must be ended. Return True if it has too many descendants."""
     while True:
         received = signal.sigtimedwait(_GUARDED_SIGNALS, WATCH_S)
         if received is not None and received.si_signo == signal.SIGTERM:
             return False
-        # WNOWAIT does not collect the guarded process, so that no other process gets its id before its group is killed
+        # Do not collect the guarded process yet (WNOWAIT), so that no other process gets its id before its group is
+        # killed
         while ended := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT):
             if ended.si_pid == guarded_pid:
                 return False
-            # An adopted orphan has ended, so collect it
+            # This is an orphan that the guardian has adopted, so collect it
             os.waitpid(ended.si_pid, 0)
         if len(descendants(os.getpid())) > max_processes:
             return True
@@ -214,6 +214,6 @@ def _watch(guarded_pid: int, max_processes: int) -> bool:
 
 def _signal_all(number: int, spared: Collection[int]) -> None:
     for pid in descendants(os.getpid(), spared):
-        # Fails if the process has ended, or has changed to another user
+        # The process may have ended, or may belong to another user now
         with contextlib.suppress(OSError):
             os.kill(pid, number)

@@ -33,7 +33,7 @@ log = logging.getLogger(__name__)
 
 @contextmanager
 def handling(handler: Any, *signals: signal.Signals) -> Iterator[None]:
-    """Set a handler for these signals while the block runs. In other threads than the main thread, do nothing.
+    """During the block, use a handler for these signals. Outside of the main thread, do nothing.
 
     Python allows only the main thread to set handlers, and calls all handlers in the main thread.
     """
@@ -45,7 +45,7 @@ def handling(handler: Any, *signals: signal.Signals) -> Iterator[None]:
         yield
     finally:
         for number, previous_handler in previous_handlers.items():
-            # None means that the handler was not set from Python, and cannot be set again; use the default instead
+            # None means that the previous handler was not set by Python and cannot be set again, so use the default
             signal.signal(number, signal.SIG_DFL if previous_handler is None else previous_handler)
 
 
@@ -58,7 +58,7 @@ class Program:
     output: Path  # file with the program's output
 
     def describe_exit(self) -> str:
-        """Return a text that says how the program ended."""
+        """Return a text that says how the program has ended."""
         code = self.process.returncode
         if code < 0:
             return f"{self.name} was killed by {signal.Signals(-code).name}"
@@ -68,7 +68,8 @@ class Program:
 class Supervisor:
     """Starts programs, watches them, and ends all of them.
 
-    Children that this process started before are not ended, because a notebook or script may have children of its own.
+    Child processes that existed before the supervisor are never ended, because a notebook or script may have started
+    them for other purposes.
 
     Args:
         folder: Folder for the files with the programs' output.
@@ -77,7 +78,7 @@ class Supervisor:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._spared = frozenset(descendants(os.getpid()))
-        self._programs: list[Program] = []  # in the order in which they were started
+        self._programs: list[Program] = []  # programs in the order in which they were started
         folder.mkdir(parents=True, exist_ok=True)
         adopt_orphans()
 
@@ -107,7 +108,7 @@ class Supervisor:
                 stdin=subprocess.DEVNULL,
                 stdout=None if console else sink,
                 stderr=sink,
-                # In its own session, so that Ctrl-C reaches only the supervisor, which then ends the programs in order
+                # Start a new session. Ctrl-C then reaches only the supervisor, which ends the programs in order
                 start_new_session=True,
                 pass_fds=[listener.fileno() for listener in inherited],
                 preexec_fn=partial(die_with, os.getpid(), signal.SIGTERM),
@@ -158,7 +159,8 @@ class Supervisor:
             try:
                 self.check(except_for=main)
             except (WorkerLost, ConfigurationError):
-                # If the main program has succeeded, the run is over, and the failure of another program does not matter
+                # If the main program has ended with success, the run is over, and a failure of another program does not
+                # matter
                 if main.process.poll() != 0:
                     raise
             time.sleep(0.2)
@@ -185,7 +187,7 @@ class Supervisor:
         has_died = any(program.process.poll() for program in self._programs if program is not except_for)
         if not has_died:
             return
-        # Wait for other failures with the same cause: the one that was noticed first may not have come first
+        # Wait for other failures from the same cause. The one that was noticed first may not be the first that happened
         time.sleep(ECHO_S)
         dead_programs = [program for program in self._programs if program.process.poll()]
         message = "; ".join(f"{program.describe_exit()}{log_excerpt(program)}" for program in dead_programs)
@@ -199,7 +201,7 @@ class Supervisor:
         Args:
             at_once: Whether to kill them without a grace period, because they have nothing to save.
         """
-        # Ignore signals meanwhile, because a second Ctrl-C must not leave programs running
+        # Ignore further signals: after a second Ctrl-C, programs would be left running
         with handling(signal.SIG_IGN, *SIGNALS):
             if not at_once:
                 for programs in (self._programs[-1:], self._programs[:-1]):
@@ -211,10 +213,10 @@ class Supervisor:
                     grace_s=0.0 if at_once else KILL_GRACE_S, deadline_s=KILL_GRACE_S, spared=self._spared
                 )
             except TimeoutError as error:
-                # Only logged, because the caller must still do its other work at the end
+                # Do not raise, because the caller still has other work to do at the end
                 log.error("%s", error)
             self._replace_links()
-            # From now on, orphans are adopted by init as usual
+            # From now on, init adopts orphans again
             adopt_orphans(False)
 
     def _replace_links(self) -> None:
@@ -232,7 +234,7 @@ def log_excerpt(program: Program) -> str:
     lines = output.splitlines()
     errors = [line for line in lines if line.startswith("error: ")]
     if not errors:
-        # torchrun's own error (ChildFailedError) is left out, because the rank's error says more
+        # Skip torchrun's own error (ChildFailedError), because the rank's error says more
         errors = [line for line in lines if TRACEBACK_END.match(line) and "ChildFailedError" not in line]
     root = torchrun_root(output)
     if root:
@@ -245,7 +247,7 @@ def log_excerpt(program: Program) -> str:
 def torchrun_root(output: str) -> str:
     """Return a text about the rank that ended first, according to torchrun's report; "" if there is no report.
 
-    The report is searched in steps, because a single regular expression would take cubic time in the length of the log.
+    The report is searched in several steps. A single regular expression would take cubic time in the length of the log.
     """
     after = output.partition("Root Cause")[2]
     rank = TORCHRUN_RANK.search(after)

@@ -21,7 +21,7 @@ MAX_LINE_BYTES = 8 << 20  # longest line in a run's own files; a step's metrics 
 MAX_ROW_BYTES = 32 << 20  # longest row of a data file, whose columns may contain test cases
 MAX_JSON_DEPTH = 100  # deepest nesting of objects and lists; Python's own functions fail at some hundreds
 BYTE_ORDER_MARK = "\ufeff"
-CHUNK_BYTES = 1 << 18  # number of bytes to read at a time when skipping a long line
+CHUNK_BYTES = 1 << 18  # number of bytes that are read at a time to skip a long line
 FOLDER_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 FILE_FLAGS = os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
 SHOWN_CHARACTERS = 60  # number of characters of a value that a message shows
@@ -29,7 +29,7 @@ log = logging.getLogger(__name__)
 
 
 class RepeatedKey(ValueError):
-    """An object of a JSON text has the same key twice."""
+    """An object in a JSON text has the same key twice."""
 
 
 def open_regular(path: Path, *, follow_links: bool = False) -> BufferedReader:
@@ -85,10 +85,12 @@ def plain_parts(name: str) -> tuple[str, ...]:
 def _open(path: Path, directory: int | None, *, follow_links: bool) -> BufferedReader:
     try:
         status = os.stat(path, dir_fd=directory, follow_symlinks=follow_links)
-    except ValueError as error:  # the name contains a NUL character or a lone surrogate
+    # `ValueError` means that the name contains a NUL character or a lone surrogate
+    except ValueError as error:
         raise OSError(errno.EINVAL, "cannot be the name of a file", str(path)) from error
     _refuse_irregular(status, path)
-    # Another program may have replaced the file meanwhile. The flags keep `open` from waiting for a pipe
+    # Another program may have replaced the file since the check. With these flags, `open` does not wait if it is a pipe
+    # now
     flags = FILE_FLAGS if follow_links else FILE_FLAGS | os.O_NOFOLLOW
     descriptor = os.open(path, flags, dir_fd=directory)
     try:

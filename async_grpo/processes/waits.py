@@ -1,4 +1,4 @@
-"""Records what waits for what in this process, and since when, so that a stall can be explained."""
+"""Records who waits for what in this process, and since when, so that a stall can be explained."""
 
 import itertools
 import os
@@ -41,7 +41,7 @@ def waiting(kind: str, waiter: str, awaited: str) -> Iterator[None]:
 def situation() -> dict[str, Any]:
     """Return this process's id (`pid`) and its open `waits`. May be called in any thread."""
     now = time.monotonic()
-    # A copy, because other threads may change the dictionary meanwhile
+    # Copy the values, because other threads may change the dictionary meanwhile
     open_waits = list(_open_waits.values())
     waits = [Wait(kind, waiter, awaited, now - begin) for kind, waiter, awaited, begin in open_waits]
     return {"pid": os.getpid(), "waits": waits}

@@ -5,7 +5,7 @@
 It behaves like `PYTHON ARGUMENTS...`: it has the same output, passes signals on, and ends with the same exit code. If
 no server answers, or the server cannot serve these arguments, it replaces itself by `PYTHON ARGUMENTS...`.
 
-This file imports only the standard library, and few modules of it, because each process of a run starts with it.
+This file imports only few modules, all of the standard library, because each process of a run starts with it.
 """
 
 import array
@@ -19,18 +19,19 @@ import struct
 import sys
 from contextlib import suppress
 
-# Signals that the client passes on to its process. SIGSTOP and SIGKILL cannot be passed on. When a client is killed,
-# the server kills its process
+# Signals that the client passes on to its process. SIGSTOP and SIGKILL cannot be caught. If a client is killed, the
+# server kills the client's process
 PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
-LENGTH = struct.Struct("!I")  # number of bytes of a request's JSON, which is sent before the JSON
-STATUS = struct.Struct("!i")  # an answer of the server: ACCEPTED, REFUSED, or later the exit code
+# Format of the number of bytes in a request's JSON text, which precedes the text
+LENGTH = struct.Struct("!I")
+STATUS = struct.Struct("!i")  # format of the server's answers: ACCEPTED or REFUSED, and later the exit code
 ACCEPTED = 1000
 REFUSED = 1001
 # If this variable is set, the kernel kills the client as soon as the process that started the client ends. The server
 # then kills the client's process
 DIES_WITH_STARTER = "ASYNC_GRPO_DIES_WITH_STARTER"
 PR_SET_PDEATHSIG = 1  # from linux/prctl.h
-SERVER_IS_GONE = 70  # exit code if the server, and with it the client's process, ended first
+SERVER_IS_GONE = 70  # exit code if the server ended first, which also ends the client's process
 
 
 def main(socket_path: str, python: str, arguments: list[str]) -> None:
@@ -38,11 +39,11 @@ def main(socket_path: str, python: str, arguments: list[str]) -> None:
     if DIES_WITH_STARTER in os.environ:
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     descriptors = open_descriptors()
-    # Block signals until they can be passed on. Other programs may already send signals to the client at this time
+    # Block these signals until they can be passed on, because other programs may already send some to the client
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, PASSED_ON)
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
         process = None
-        # Fails if there is no server, or if it ends before it answers
+        # There may be no server, or it may end before it answers
         with suppress(OSError):
             connection.connect(socket_path)
             process = _request(connection, arguments, descriptors)
@@ -53,7 +54,7 @@ def main(socket_path: str, python: str, arguments: list[str]) -> None:
         for number in PASSED_ON:
             signal.signal(number, lambda number, _: _pass_on(process, number))
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-        # Close this client's copies, so that other processes notice when the new process closes its own
+        # Close the client's copies. Otherwise other processes would not notice when the new process closes these files
         for descriptor in descriptors:
             if descriptor > 2:
                 os.close(descriptor)
@@ -64,7 +65,7 @@ def open_descriptors() -> list[int]:
     """Return the descriptors that this program inherited."""
     descriptors = []
     for name in os.listdir("/proc/self/fd"):
-        # The descriptor with which `listdir` read this folder is in the list, but already closed
+        # Skip the descriptor with which `listdir` has read this folder: it is in the list, but already closed
         if os.path.exists(f"/proc/self/fd/{name}") or os.path.islink(f"/proc/self/fd/{name}"):
             descriptors.append(int(name))
     return sorted(descriptors)
@@ -109,7 +110,7 @@ def limit_names() -> list[str]:
 
 
 def _pass_on(process: int, number: int) -> None:
-    # Fails if the process has ended. The server then sends its exit code
+    # The process may have ended. The server then sends its exit code
     with suppress(ProcessLookupError):
         signal.pidfd_send_signal(process, number)
 

@@ -26,11 +26,11 @@ import setproctitle
 from async_grpo.processes import process_tree
 from async_grpo.processes.warm_client import LENGTH
 
-MAX_DESCRIPTORS = 253  # maximum number in one message on Linux (SCM_MAX_FD)
+MAX_DESCRIPTORS = 253  # maximum number of descriptors in one message on Linux (SCM_MAX_FD)
 REQUEST_TIMEOUT_S = 10.0
 OOM_SCORE_ADJ = "/proc/self/oom_score_adj"
 RAY_WORKER = "ray/_private/workers/default_worker.py"
-# Options of Python that can be ignored, because they do not matter to a process that already runs
+# Options of Python that have no meaning for a process that already runs, and can be ignored
 IGNORED_OPTIONS = ("-B", "-u")
 
 
@@ -47,7 +47,7 @@ class Request:
     folder: str
     starter_pid: int  # the process that started the client
     environment: dict[str, str]
-    descriptors: list[int]  # the numbers that the open files have in the client
+    descriptors: list[int]  # the numbers that these open files have in the client
     umask: int
     niceness: int
     oom_score_adj: str
@@ -78,7 +78,7 @@ class Request:
 
 
 def reason_against_taking_over(request: Request) -> str:
-    """Return the reason why a fork of this process is not allowed to take over the client's limits, or ""."""
+    """Return why a fork of this process cannot take over the client's limits; "" if it can."""
     if request.niceness < os.nice(0):
         return "its niceness is lower than that of the warm server"
     if int(request.oom_score_adj) < int(Path(OOM_SCORE_ADJ).read_text()):
@@ -107,7 +107,7 @@ def _without_ignored(arguments: Sequence[str]) -> list[str]:
 def take_over(request: Request, received: Sequence[int]) -> None:
     """Give this process the client's open files, working folder, environment variables and limits."""
     os.setsid()
-    # A received descriptor may have the number that another one must get, so first move all of them to free numbers
+    # First move all descriptors to free numbers. One of them may have the number that another must get
     first_free = max([*request.descriptors, *received, 2]) + 1
     moved = [fcntl.fcntl(descriptor, fcntl.F_DUPFD, first_free) for descriptor in received]
     close_all(received)
@@ -131,9 +131,10 @@ def take_over(request: Request, received: Sequence[int]) -> None:
 
 
 def run_and_exit(arguments: Sequence[str], executable: Path) -> NoReturn:
-    """Do what `python ARGUMENTS` does, and end this process. An uncaught exception is left to the interpreter.
+    """Do what `python ARGUMENTS` does, and end this process. Python itself handles an uncaught exception.
 
-    The process ends without freeing its objects one by one, which takes half a second of CPU time after `import torch`.
+    The process ends without freeing its objects one by one, which would take half a second of CPU time after `import
+    torch`.
     """
     exit_code = 0
     try:
@@ -148,7 +149,7 @@ def run_and_exit(arguments: Sequence[str], executable: Path) -> NoReturn:
     threading._shutdown()  # type: ignore[attr-defined]  # waits for all threads that are not daemons
     atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):
-        # Fails if the reader of the stream has ended, or if a program has set the stream to None
+        # The reader of the stream may have ended, or a program may have set the stream to None
         with suppress(OSError, ValueError, AttributeError):
             stream.flush()
     os._exit(exit_code & 0xFF)
@@ -158,10 +159,11 @@ def run_python(arguments: Sequence[str], executable: Path) -> None:
     """Do what `python ARGUMENTS` does, except for the end of the process."""
     _name_process([sys.executable, *arguments])
     if any(argument.endswith(RAY_WORKER) for argument in arguments):
-        # Ray names its processes with its own copy of setproctitle, which can no longer find the name in memory
+        # Ray names its processes with its own copy of setproctitle. That copy can no longer find the name in memory, so
+        # replace it
         ray_internals: Any = importlib.import_module("ray._raylet")
         ray_internals.setproctitle = setproctitle.setproctitle
-    # Makes multiprocessing start its processes through the server, too
+    # multiprocessing then starts its processes through the server, too
     multiprocessing.spawn.set_executable(str(executable))
     _seed_and_count_threads()
     first, *rest = _without_ignored(arguments)
@@ -200,14 +202,16 @@ def _name_process(command: Iterable[str]) -> None:
 
 
 def _seed_and_count_threads() -> None:
-    """Seed numpy and set torch's number of threads, as these libraries do when they are imported.
+    """Seed numpy, and set torch's number of threads, as these libraries do when they are imported.
 
-    The forked process did not import them itself. Without a new seed, all forked processes would draw the same numbers.
+    The forked process did not import them, but got them from the server. With the server's seed, all forked processes
+    would draw the same random numbers.
     """
     if numpy := sys.modules.get("numpy"):
         numpy.random.seed()
     if torch := sys.modules.get("torch"):
-        # OpenMP does not read the client's OMP_NUM_THREADS, because it read the server's when torch was imported
+        # Set the number of threads here: OpenMP has read only the server's OMP_NUM_THREADS, when torch was imported
+        # there
         num_threads = os.environ.get("OMP_NUM_THREADS", "")
         torch.set_num_threads(int(num_threads) if num_threads.isdigit() else len(os.sched_getaffinity(0)))
 

@@ -51,8 +51,8 @@ from async_grpo.processes.warm_process import (
 )
 
 CLIENT = Path(__file__).with_name("warm_client.py")
-# Libraries read variables with these prefixes when they are imported. If the values of the server and of a client
-# differ, the server refuses the client's request, and the client starts Python as usual
+# Prefixes of variables that libraries read when they are imported. If the values of the server and of a client differ,
+# the server refuses the client's request, and the client starts Python as usual
 READ_AT_IMPORT = (
     "PYTHONPATH",
     "PYTHONHASHSEED",
@@ -75,7 +75,7 @@ READ_AT_IMPORT = (
     "MKL_",
     "OPENBLAS_",
 )
-# Variables with one of these prefixes that are read when they are needed, so that each process may have its own value
+# Exceptions to these prefixes: the variable is read when it is needed, so each process may have its own value
 READ_WHEN_NEEDED = {"TORCHINDUCTOR_CACHE_DIR"}
 
 log = logging.getLogger(__name__)
@@ -92,7 +92,10 @@ def write_executable(folder: Path, socket_path: Path) -> Path:
 
 
 def listen(path: Path) -> socket.socket:
-    """Return a socket to which clients can connect at once. They wait until their server has imported its modules."""
+    """Return a socket to which clients can connect at once.
+
+    They wait until the server behind it has imported its modules.
+    """
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     listener.bind(str(path))
     listener.listen()
@@ -101,7 +104,7 @@ def listen(path: Path) -> socket.socket:
 
 @dataclass(frozen=True)
 class Stage:
-    """One server.
+    """One server: its socket, and the modules that it imports.
 
     Attributes:
         listener: Descriptor of the socket to which clients connect (`listen`). The server process inherits it.
@@ -135,8 +138,8 @@ def serve(stages: Sequence[Stage]) -> None:
     """
     environment = dict(os.environ)
     find_place_of_name()
-    # Imports make many objects that stay. The collector would visit all of them again and again, which takes a quarter
-    # of the time (docs/log.md, 2026-11-27). Garbage of the imports is frozen with the rest (see `WarmServer.run`)
+    # Imports create many objects that stay. The garbage collector would visit all of them again and again, which takes
+    # a quarter of the time (docs/log.md, 2026-11-27). The few that are garbage stay in memory (see `WarmServer.run`)
     gc.disable()
     listeners = [socket.socket(fileno=stage.listener) for stage in stages]
     for stage in stages:
@@ -155,10 +158,10 @@ def serve(stages: Sequence[Stage]) -> None:
 
 
 def _import_all(modules: Iterable[str]) -> None:
-    """Import modules, as on a machine without Ray.
+    """Import modules, but let them believe that Ray is not installed.
 
-    In a process that is forked after Ray was imported, Ray cannot connect to its cluster (tried with 2.60). vLLM imports
-    Ray if it can, for an executor that is not used here.
+    If a process is forked after Ray was imported, Ray cannot connect to its cluster (tried with 2.60). vLLM imports Ray
+    if it can, for an executor that this library does not use.
     """
     sys.modules["ray"] = None  # type: ignore[assignment]  # makes `import ray` raise ModuleNotFoundError
     for module in modules:
@@ -179,22 +182,22 @@ class WarmServer:
         self._stage = stage
         self._listener = listener
         self._environment = environment
-        # Variables that libraries set when they are imported
+        # Variables that libraries have set when they were imported
         self._set_by_imports = {
             name: value for name, value in os.environ.items() if environment.get(name) != value
         }
-        # Descriptors that belong to the imported libraries. A client's open files must not replace them in a new process
+        # Descriptors of the imported libraries. In a new process, they must not be replaced by a client's open files
         self._occupied = set(open_descriptors()) - {0, 1, 2, listener.fileno()}
         self._selector = selectors.DefaultSelector()
         self._selector.register(listener, selectors.EVENT_READ)
-        # Both by the descriptor (pidfd) of the forked process
+        # Two tables by the descriptor (pidfd) of the forked process
         self._clients: dict[int, socket.socket] = {}  # connection to the client of each process
         self._pids: dict[int, int] = {}  # process id of each process
 
     def run(self) -> None:
         """Serve until this process is ended. Returns only if it cannot be forked safely."""
-        # Forked processes share the server's memory until one writes to it. The garbage collector writes to each object
-        # that it visits, so freeze all objects
+        # Forked processes share the server's memory until one of them writes to it. The garbage collector writes to
+        # each object that it visits, so exclude all present objects from it
         gc.freeze()
         gc.enable()
         problem = _problem_with_forking()
@@ -202,16 +205,16 @@ class WarmServer:
             log.warning("processes start as usual, which takes seconds longer: %s", problem)
             return
         while True:
-            # Handle one event at a time: a handler may close the descriptor of another event, and its number may be
-            # reused
+            # Handle only one event at a time. A handler may close the descriptor of another event, whose number may
+            # then be reused
             for key, _ in self._selector.select()[:1]:
                 if key.fileobj is self._listener:
                     self._accept()
                 elif key.data is None:
                     self._report_end(key.fd)
                 else:
-                    # A client sends nothing after its request. So this event means that the client has ended, and its
-                    # process must be ended as well
+                    # A client sends nothing after its request, so this event means that the client has ended. Kill its
+                    # process
                     self._kill(key.data)
 
     def _accept(self) -> None:
@@ -226,15 +229,15 @@ class WarmServer:
         reason = self._reason_to_refuse(request)
         if reason:
             log.warning("python %s starts as usual: %s", shlex.join(request.arguments)[:200], reason)
-            # Fails if the client has ended
+            # The client may have ended
             with suppress(OSError):
                 connection.sendall(STATUS.pack(REFUSED))
             connection.close()
             close_all(received)
             return
         server_pid = os.getpid()
-        # The new process waits at this pipe until its client knows that it exists. Without the wait, the server could
-        # die before it answers: the client would then start Python itself, and two processes would do the same work
+        # Let the new process wait at this pipe until its client knows that it exists. Otherwise, if the server died in
+        # between, the client would start Python itself, and two processes would do the same work
         reading, writing = os.pipe()
         pid = os.fork()
         if pid == 0:
@@ -258,12 +261,12 @@ class WarmServer:
             self._selector.register(connection, selectors.EVENT_READ, data=process)
             os.write(writing, b"1")
         except OSError:
-            # The client ended in the meantime
+            # The client has ended in the meantime
             self._kill(process)
         os.close(writing)
 
     def _set_variables_of_imports(self, request: Request) -> None:
-        """Set the variables that importing libraries sets, except those that the client has set differently itself."""
+        """Set the variables that importing the libraries has set, except those that the client has set to other values."""
         for name, value in self._set_by_imports.items():
             if request.environment.get(name) == self._environment.get(name):
                 os.environ[name] = value
@@ -272,8 +275,8 @@ class WarmServer:
         """Return the reason why the client must start Python itself, or "" if a fork can do the same work."""
         compared = tuple(prefix for prefix in READ_AT_IMPORT if prefix not in self._stage.ignored)
         for name in sorted(request.environment.keys() | self._environment.keys()):
-            # Accept the values that the imports have set, too: a client that was started by a fork of this server has
-            # them
+            # Also accept the values that the imports have set: a client that was started by a fork of this server has
+            # these
             known_values = (self._environment.get(name), os.environ.get(name))
             is_compared = name.startswith(compared) and name not in READ_WHEN_NEEDED
             if is_compared and request.environment.get(name) not in known_values:
@@ -297,20 +300,20 @@ class WarmServer:
         os.close(process)
         if connection.fileno() in self._selector.get_map():
             self._selector.unregister(connection)
-        # Fails if the client has ended
+        # The client may have ended
         with suppress(OSError):
             connection.sendall(STATUS.pack(os.waitstatus_to_exitcode(status)))
         connection.close()
 
     def _kill(self, process: int) -> None:
-        """Kill the process of a client that has ended. `_report_end` does the rest."""
+        """Kill the process of a client that has ended. `_report_end` then cleans up."""
         connection = self._clients[process]
         if connection.fileno() in self._selector.get_map():
             self._selector.unregister(connection)
         signal.pidfd_send_signal(process, signal.SIGKILL)
 
     def _close_in_new_process(self) -> None:
-        """Close the server's descriptors in a process that was just forked, because only the server uses them."""
+        """Close the server's descriptors in a process that was just forked. Only the server uses them."""
         self._selector.close()
         self._listener.close()
         close_all(self._clients)
@@ -322,7 +325,8 @@ def _problem_with_forking() -> str:
     """Return the reason why this process cannot be forked safely, or ""."""
     num_threads = len(os.listdir("/proc/self/task"))
     if num_threads > 1:
-        # A forked process has only the thread that called fork. Locks that other threads held would stay locked forever
+        # Only the thread that called fork exists in the forked process. A lock that another thread held would stay
+        # locked forever
         return f"the libraries started {num_threads - 1} threads when they were imported"
     try:
         os.close(os.pidfd_open(os.getpid()))

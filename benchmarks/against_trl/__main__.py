@@ -1,12 +1,13 @@
-"""The library beside TRL's GRPOTrainer on this machine, in one go: `scripts/bench`.
+"""Compare the speed of this library with TRL's GRPOTrainer on this machine: `scripts/bench`.
 
-    scripts/bench                                    every case, 5 repetitions, each side in turn
+    scripts/bench                                    every case, 5 repetitions, the two sides in turn
     scripts/bench --case short --repetitions 3       one case
-    scripts/bench --quick                            once, few steps: does it run?
-    scripts/bench --report                           table and picture from what was measured
+    scripts/bench --quick                            one repetition of few steps, to see whether everything runs
+    scripts/bench --report                           write the table and the picture from the results
 
-Results are lines of JSON, written as they come: a bench that was interrupted goes on where it was. Options that are not
-known here go to `async-grpo run`; name them by --label, or they would count as repetitions of the defaults.
+Each result is written as a line of JSON at once. If the program was interrupted, the next start measures what is
+missing. Options that are unknown here are passed to `async-grpo run`. Give them a name with --label, because they would
+otherwise count as repetitions of the default options.
 """
 
 import argparse
@@ -28,7 +29,7 @@ from benchmarks.against_trl.cases import CASES, ROOT, Case
 from benchmarks.against_trl.models import model_folder
 from benchmarks.against_trl.sides import Place, measure
 
-HELDOUT_BATCH = 256  # completions
+HELDOUT_BATCH = 256  # number of completions that are sampled at once
 
 
 def arguments() -> tuple[argparse.Namespace, list[str]]:
@@ -36,15 +37,17 @@ def arguments() -> tuple[argparse.Namespace, list[str]]:
         prog="scripts/bench", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--case", nargs="+", choices=CASES, help="default: all but short-own")
-    parser.add_argument("--arm", nargs="+", help="only these: TRL, 'ours S=1', ...")
+    parser.add_argument("--arm", nargs="+", help="only these arms: TRL, 'ours S=1', ...")
     parser.add_argument("--repetitions", type=int, default=5)
     parser.add_argument("--steps", type=int, help="measured steps of each run (default: the case's)")
-    parser.add_argument("--quick", action="store_true", help="one repetition of 2 steps after 1")
-    parser.add_argument("--seed", type=int, default=0, help="of the first repetition")
+    parser.add_argument(
+        "--quick", action="store_true", help="one repetition, which measures 2 steps after the first"
+    )
+    parser.add_argument("--seed", type=int, default=0, help="seed of the first repetition")
     parser.add_argument(
         "--label",
         default="",
-        help="keeps measurements apart from those with the defaults, which are reported",
+        help="name of these measurements; only those without a name are reported",
     )
     parser.add_argument("--trl-python", type=Path, default=ROOT / ".venv-trl" / "bin" / "python")
     parser.add_argument("--output", type=Path, default=ROOT / "runs" / "bench" / "results.jsonl")
@@ -57,7 +60,10 @@ def arguments() -> tuple[argparse.Namespace, list[str]]:
 
 
 def plan(options: argparse.Namespace, done: list[dict[str, Any]]) -> Iterator[tuple[str, Case, str, int]]:
-    """(case's name, case, arm, repetition) of all that is not measured yet. The sides take turns at going first."""
+    """Yield (case's name, case, arm, repetition) for everything that is not measured yet.
+
+    The sides take turns at being first.
+    """
     known = {report.key(row) for row in done}
     names = options.case or [name for name in CASES if name != "short-own"]
     for repetition in range(1 if options.quick else options.repetitions):
@@ -82,7 +88,10 @@ def plan(options: argparse.Namespace, done: list[dict[str, Any]]) -> Iterator[tu
 
 
 def accuracies(case: Case, checkpoints: dict[int, str]) -> dict[int, float]:
-    """Step -> share of held-out tasks solved at temperature 1, by transformers' sampling: the same for both sides."""
+    """Return for each step the fraction of held-out tasks that its checkpoint solves at temperature 1.
+
+    Both sides are sampled in the same way, by transformers.
+    """
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
     from transformers.utils import logging
@@ -119,7 +128,8 @@ def accuracies(case: Case, checkpoints: dict[int, str]) -> dict[int, float]:
 
 
 def main() -> None:
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the side that runs is ended, too
+    # Raise SystemExit at SIGTERM, so that the running side is ended, too
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     options, further = arguments()
     rows = report.read(options.output)
     if options.report:
@@ -162,7 +172,7 @@ def main() -> None:
         line = json.dumps(row)
         with options.output.open("a") as file:
             file.write(line + "\n")
-        # As a later call reads it: steps, which are keys, become texts
+        # Read the result back from JSON, as a later start does: the steps, which are keys, become texts
         row = json.loads(line)
         rows.append(row)
         print(report.one_line(row), flush=True)

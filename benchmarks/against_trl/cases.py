@@ -1,4 +1,4 @@
-"""What is compared: each case with its numbers, and who runs in it."""
+"""The cases of the comparison, with their settings, and the arms (settings of the library, or TRL) that run in each."""
 
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -11,18 +11,22 @@ REWARDS = Path(__file__).with_name("rewards.py")
 
 @dataclass(frozen=True)
 class Case:
-    """The same for both sides. `model`: tiny (the shipped one) or a name of `models.py`. `reward`: a function of
-    `rewards.py`, or shipped: countdown by its name. `calls`: rewards asked at once (0: no limit). `any_order`: further
-    runs of ours, (--max-staleness, --groups-alive in steps' worth): their mean staleness is one less than the latter.
-    `steps`: measured; a multiple of what is alive, as asynchronous steps end in bursts of so many.
+    """Settings of a case, the same for both sides.
 
-    `task`: of the data in sample-data; its prompts are texts with token ids, or chats. A case with checkpoints says when
-    `accuracy` of the held-out tasks are solved, or `gain` more than before training, by `heldout_completions` of each.
-    Checkpoints after the first that reaches it are not evaluated, unless the case has an adapter: it compares the last
-    ones.
+    `model` is "tiny" (the shipped model) or a name in `models.py`. `reward` is a function in `rewards.py`, or
+    "countdown" for the shipped one. `calls` is the number of rewards that may run at once; 0 is no limit. `any_order`
+    has further arms of this library, as pairs (--max-staleness, --groups-alive in steps). Their mean staleness is
+    --groups-alive minus 1. `steps` is the number of measured steps. It must be a multiple of the number of steps alive,
+    because asynchronous steps end in bursts of this size. `staleness` has one further arm of this library for each
+    value. `minutes` is the duration of one repetition on 2 cores.
 
-    `tokens_per_call`: ours, --max-tokens-per-gpu. `samples_per_call`: TRL's per_device_train_batch_size, the fastest of
-    those tried. `staleness`: one run of ours for each. `minutes`: what one repetition takes, on 2 cores.
+    `task` is a data set in sample-data, with prompts as texts with token ids, or as chats. A case with checkpoints
+    measures the time until a fraction `accuracy` of the held-out tasks is solved, or `gain` more than before training,
+    with `heldout_completions` for each task. Checkpoints after the first one that reaches this goal are not evaluated.
+    A case with an adapter evaluates all, because it compares the last ones.
+
+    `tokens_per_call` is this library's --max-tokens-per-gpu. `samples_per_call` is TRL's per_device_train_batch_size,
+    the fastest of those that were tried.
     """
 
     what: str
@@ -42,29 +46,30 @@ class Case:
     staleness: tuple[int, ...] = (1,)
     any_order: tuple[tuple[int, int], ...] = ()
     mask_truncated: bool = (
-        True  # the library's default; where every completion is truncated nothing would be trained
+        # The library's default is True; with it, a case whose completions are all truncated would train on nothing
+        True
     )
-    checkpoint_every: int = 0  # steps; the checkpoints are evaluated after the run
+    checkpoint_every: int = 0  # number of steps between two checkpoints, which are evaluated after the run
     accuracy: float | None = None
     gain: float | None = None
     heldout_completions: int = 2
-    lora_rank: int = 0  # 0: all weights are trained
-    repetitions: int = 0  # 0: as many as asked for
-    trl: dict[str, Any] = field(default_factory=dict)  # further settings of TRL
+    lora_rank: int = 0  # 0 trains all weights
+    repetitions: int = 0  # 0 uses the number on the command line
+    trl: dict[str, Any] = field(default_factory=dict)  # further settings of TRL's GRPOConfig
 
     @property
     def samples(self) -> int:
-        """Of one optimizer step."""
+        """Return the number of samples of one optimizer step."""
         return self.prompts * self.group
 
     @property
     def train(self) -> Path:
-        """File of the tasks to train on."""
+        """Return the file of the tasks to train on."""
         return DATA / f"{self.task}_train.jsonl"
 
     @property
     def heldout(self) -> Path:
-        """File of the held-out tasks."""
+        """Return the file of the held-out tasks."""
         return DATA / f"{self.task}_heldout.jsonl"
 
     @property
@@ -86,7 +91,7 @@ SMOLLM2 = Case(
     minutes=6.5,
     tokens_per_call=2048,
     samples_per_call=64,
-    mask_truncated=False,  # a completion that names the capital may well be cut off
+    mask_truncated=False,  # a completion that names the capital may be truncated after it
     checkpoint_every=1,
     gain=0.2,
     heldout_completions=8,
@@ -120,7 +125,8 @@ CASES = {
         reward="slow",
         calls=64,
         steps=6,
-        warm_up=3,  # all that begin together: until they are done, places are not what is waited for
+        # The first rollouts begin together; until they have ended, free places are not what steps wait for
+        warm_up=3,
         minutes=5.5,
         staleness=(1, 2),
     ),
@@ -162,7 +168,8 @@ CASES = {
         minutes=5.0,
         checkpoint_every=5,
         accuracy=0.4,
-        # A step gains 0.005 here, and 0.40 of 1,024 completions are known to 0.015 only: three steps
+        # A step improves the accuracy by 0.005 here. With 1,024 completions, 0.40 is known only to 0.015, which is
+        # three steps
         heldout_completions=16,
         repetitions=3,
     ),

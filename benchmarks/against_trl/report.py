@@ -1,4 +1,4 @@
-"""From the lines of measurements to ratios, a table and a picture."""
+"""Make ratios, tables and a picture from the lines of measurements."""
 
 import json
 import statistics
@@ -24,7 +24,7 @@ def key(row: Row) -> tuple[str, str, str, int]:
 
 
 def spread(values: list[float], digits: int = 2) -> str:
-    """Median, and between which bounds.
+    """Return the median, and the minimum and maximum in brackets.
 
     >>> spread([3.0, 1.0, 2.0])
     '2.00 (1.00 to 3.00)'
@@ -36,7 +36,7 @@ def spread(values: list[float], digits: int = 2) -> str:
 
 
 def ratios(rows: list[Row], case: str, arm: str) -> list[float]:
-    """Samples per second of `arm` against TRL's, one ratio for each repetition that has both."""
+    """Return (samples per second of `arm`) / (samples per second of TRL) for each repetition that has both."""
     rates = {(row["arm"], row["repetition"]): row["samples_per_s"] for row in rows if row["case"] == case}
     return [
         rate / rates["TRL", repetition]
@@ -46,7 +46,7 @@ def ratios(rows: list[Row], case: str, arm: str) -> list[float]:
 
 
 def goal(row: Row) -> float:
-    """The share of the held-out tasks at which the case is won."""
+    """Return the fraction of held-out tasks at which the goal of the case is reached."""
     case = CASES[row["case"]]
     if case.gain is not None:
         return float(row["accuracy"]["0"] + case.gain)
@@ -55,7 +55,9 @@ def goal(row: Row) -> float:
 
 
 def seconds_to(row: Row, accuracy: float) -> float | None:
-    """From the command to this share of the held-out tasks; between two checkpoints the accuracy is taken as linear.
+    """Return the seconds from the command until this accuracy on the held-out tasks is reached; None if it is not.
+
+    Between two checkpoints, the accuracy is interpolated linearly.
 
     >>> row = {"accuracy": {"0": 0.2, "2": 0.3, "4": 0.5}, "ends_s": [7.0, 8.0, 9.0, 10.0]}
     >>> seconds_to(row, 0.4), seconds_to(row, 0.6)
@@ -73,7 +75,10 @@ def seconds_to(row: Row, accuracy: float) -> float | None:
 
 
 def step_s(row: Row) -> float:
-    """Of the whole window: asynchronous steps end in bursts, and the median between two ends says little."""
+    """Return the mean seconds of a step over all measured steps.
+
+    The median time between the ends of two steps would say little, because asynchronous steps end in bursts.
+    """
     return float(row["samples_per_step"] / row["samples_per_s"])
 
 
@@ -88,7 +93,7 @@ def one_line(row: Row) -> str:
 
 
 def grouped(rows: list[Row]) -> dict[tuple[str, str], list[Row]]:
-    """By case and arm, in the order of the cases."""
+    """Return the measurements by (case, arm), in the order of the cases."""
     found: dict[tuple[str, str], list[Row]] = defaultdict(list)
     for name, case in CASES.items():
         for arm in case.arms:
@@ -98,7 +103,7 @@ def grouped(rows: list[Row]) -> dict[tuple[str, str], list[Row]]:
 
 
 def table(rows: list[Row]) -> str:
-    """Medians over the repetitions, lowest and highest in brackets."""
+    """Return a table with medians over the repetitions, and minimum and maximum in brackets."""
     columns: dict[str, Callable[[list[Row]], str]] = {
         "samples/s": lambda of: spread([row["samples_per_s"] for row in of], 1),
         "times TRL": lambda of: (
@@ -118,7 +123,7 @@ def table(rows: list[Row]) -> str:
 
 
 def cpu_table(rows: list[Row]) -> str:
-    """Where the CPU goes, by kind of process."""
+    """Return a table of CPU time per sample for each kind of process."""
     lines = ["| case | | ms of CPU per sample, median |", "|---|---|---|"]
     for (name, arm), of in grouped(rows).items():
         kinds = {kind for row in of for kind in row["cpu_ms_per_sample"]}
@@ -131,7 +136,7 @@ def cpu_table(rows: list[Row]) -> str:
 
 
 def learning(rows: list[Row]) -> list[str]:
-    """For each case that learns: seconds from the command to its goal, by seed, and accuracy at equal samples."""
+    """Return tables of the cases that have a goal: seconds from the command to the goal by seed, and accuracies."""
     cases = dict.fromkeys(row["case"] for row in rows if "accuracy" in row)
     tables = [_learning([row for row in rows if row["case"] == name]) for name in cases]
     return "\n\n".join("\n".join(table) for table in tables).split("\n")
@@ -169,7 +174,7 @@ def _seconds_by_seed(rows: list[Row]) -> str:
 
 
 def _times_trl(rows: list[Row], trl: list[Row]) -> str:
-    """The median over the seeds of the seconds to the goal, divided by TRL's of the same seed."""
+    """Return the median over the seeds of (seconds to the goal) / (TRL's seconds to the goal with the same seed)."""
     seconds = {row["repetition"]: seconds_to(row, goal(row)) for row in trl}
     found = []
     for row in rows:
@@ -180,7 +185,7 @@ def _times_trl(rows: list[Row], trl: list[Row]) -> str:
 
 
 def write(rows: list[Row]) -> None:
-    """Table into docs/benchmarks.md, lines and picture into docs/data. Only measurements with the defaults."""
+    """Write the table into docs/benchmarks.md, and lines and picture into docs/data. Use only runs with default options."""
     rows = [row for row in rows if not row["label"]]
     DATA.write_text("".join(json.dumps(row) + "\n" for row in rows))
     draw(rows)
@@ -191,7 +196,7 @@ def write(rows: list[Row]) -> None:
 
 
 def made(rows: list[Row]) -> str:
-    """The part of the page that is made."""
+    """Return the part of the page that this program writes."""
     commits, machines = sorted({row["commit"] for row in rows}), sorted({row["machine"] for row in rows})
     load = spread([row["load_before"] for row in rows], 1)
     return (
@@ -202,7 +207,7 @@ def made(rows: list[Row]) -> str:
 
 
 def draw(rows: list[Row]) -> None:
-    """Times TRL's samples per second, a bar for each arm of ours, its whisker from the lowest to the highest."""
+    """Draw the ratios to TRL's samples per second: a bar for each arm, with a line from the minimum to the maximum."""
     from matplotlib.figure import Figure
 
     bars = {

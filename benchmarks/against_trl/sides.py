@@ -1,4 +1,4 @@
-"""One measurement of one side: start it as a user would, and read off what it wrote."""
+"""Make one measurement of one side: start the side as a user would, and read its results from its files."""
 
 import json
 import os
@@ -20,7 +20,7 @@ TIMEOUT_S = 1800.0
 
 @dataclass(frozen=True)
 class Place:
-    """Where a measurement is made, and by which Pythons."""
+    """The folder in which a measurement is made, and the Pythons of the two sides."""
 
     folder: Path
     model: Path
@@ -31,18 +31,22 @@ class Place:
 
 @dataclass(frozen=True)
 class Steps:
-    """What a side did: seconds since 1970 at the end of each step, and by step tokens and mean rewards."""
+    """The steps of a run: the Unix time at the end of each step, and the tokens and mean rewards by step."""
 
     begun: float
     ends: list[float]
     tokens: list[float]
     rewards: list[float]
-    cpu_by_kind: dict[str, float]  # seconds within the window
+    cpu_by_kind: dict[str, float]  # CPU seconds during the measured steps, by kind of process
     further: dict[str, Any]
 
 
 def measure(arm: str, case: Case, seed: int, place: Place, further: list[str]) -> dict[str, Any]:
-    """The figures of one run. Raises RuntimeError if it fails, with its last words."""
+    """Return the results of one run.
+
+    Raises:
+        RuntimeError: The run failed. The message contains the end of its output.
+    """
     shutil.rmtree(place.folder, ignore_errors=True)
     place.folder.mkdir(parents=True)
     command = trl_command(case, seed, place) if arm == "TRL" else our_command(arm, case, seed, place, further)
@@ -70,7 +74,7 @@ def our_command(arm: str, case: Case, seed: int, place: Place, further: list[str
     staleness, steps_alive = map(int, [*re.findall(r"\d+", arm), "0"][:2])
     total = (
         case.warm_up + case.steps + staleness + 1
-    )  # at the end nothing new is generated: the last steps do not count
+    )  # during the last steps nothing new is generated, so they are not measured
     reward = "countdown" if case.reward == "shipped" else f"{REWARDS}:{case.reward}"
     alive = (steps_alive or staleness + 1) * case.samples
     return [
@@ -87,7 +91,7 @@ def our_command(arm: str, case: Case, seed: int, place: Place, further: list[str
         f"--infinite-sampler-seed={seed}",
         f"--min-samples-per-checkpoint={case.checkpoint_every * case.samples or 10**9}",
         *(
-            # a process of an async reward takes 64 samples at once
+            # A process of an async reward takes 64 samples at once
             [f"--verifiers-per-reward={-(-(case.calls or alive) // 64)}"]
             if case.reward in ("slow", "judge")
             else []
@@ -126,7 +130,8 @@ def ours(command: list[str], case: Case, place: Place) -> Steps:
         by_kind[key[1]] += total - spent[0].get(key, 0.0)
     found = lines(metrics)
     for line in found:
-        if line["num_reward_ok"] != line["samples_in_batch"]:  # a failed reward is quick
+        # A failed reward is quick, so the measurement would be wrong
+        if line["num_reward_ok"] != line["samples_in_batch"]:
             raise RuntimeError(f"step {line['step']} has rewards for {line['num_reward_ok']} samples only")
     return Steps(
         begun,

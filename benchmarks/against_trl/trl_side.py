@@ -1,9 +1,9 @@
-"""TRL's side of one measurement, run by the Python of TRL's environment; its settings and its answer are JSON files.
+"""TRL's side of one measurement, which the Python of TRL's environment runs. Settings and results are JSON files.
 
     PYTHONPATH=. .venv-trl/bin/python -m benchmarks.against_trl.trl_side SETTINGS ANSWER
 
-As fast as it can be run on a CPU: float32 (bfloat16 is emulated on most), both cores, no gradient checkpointing, no
-dropout, one generation and one optimizer step per batch, nothing logged.
+TRL runs with its fastest settings on a CPU: float32 (most CPUs emulate bfloat16), both cores, no gradient
+checkpointing, no dropout, one generation and one optimizer step per batch, and no logging.
 """
 
 import asyncio
@@ -24,7 +24,7 @@ from benchmarks.against_trl import rewards
 
 
 class Rewards:
-    """The rewards of one batch: `function` of each sample, `calls` of them at a time (0: all)."""
+    """Computes the rewards of one batch: `function` for each sample, `calls` samples at a time (0: all at once)."""
 
     __name__ = "reward"
 
@@ -36,7 +36,7 @@ class Rewards:
         self.mean_by_step: list[float] = []
 
     def samples(self, completion_ids: list[list[int]], columns: dict[str, list]) -> list[dict[str, Any]]:
-        """As the reward sees them: the text with all tokens but the end."""
+        """Return the samples as the reward function gets them. The text has all tokens but the end token."""
         self.lengths_by_step.append([len(ids) for ids in completion_ids])
         kept = [[token for token in ids if token not in self._ends] for ids in completion_ids]
         texts = self._tokenizer.batch_decode(kept, skip_special_tokens=False)
@@ -74,7 +74,7 @@ class Rewards:
 
 
 class Clock(TrainerCallback):
-    """When each optimizer step ended, and the CPU seconds of this process by then."""
+    """Records for each optimizer step the time of its end, and this process's CPU seconds until then."""
 
     def __init__(self, folder: Path, checkpoint_every: int) -> None:
         self.ends: list[float] = []
@@ -130,7 +130,7 @@ def main() -> None:
 
 
 def adapter(rank: int) -> Any:
-    """The adapter that ours trains by default, in peft's terms. None: all weights are trained."""
+    """Return peft's settings for the adapter that this library trains by default; None if all weights are trained."""
     if not rank:
         return None
     from peft import LoraConfig
@@ -157,7 +157,7 @@ def configuration(settings: dict[str, Any], folder: Path) -> GRPOConfig:
         max_steps=settings["steps"],
         learning_rate=settings["learning_rate"],
         lr_scheduler_type="constant",
-        adam_beta2=0.95,  # as ours
+        adam_beta2=0.95,  # this library's default
         max_grad_norm=1.0,
         seed=settings["seed"],
         beta=0.0,

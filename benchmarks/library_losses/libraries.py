@@ -1,7 +1,8 @@
 """The loss functions of TRL, verl and OpenRLHF, called without their trainers.
 
-verl and OpenRLHF are installed without their dependencies. What their modules import besides torch (configuration classes,
-Ray, DeepSpeed) is replaced by empty stand-ins: none of it takes part in the computation of a loss.
+verl and OpenRLHF are installed without their dependencies. Their modules import other packages besides torch
+(configuration classes, Ray, DeepSpeed), which do not take part in the computation of a loss. Empty modules replace
+these packages.
 """
 
 import importlib
@@ -117,7 +118,7 @@ def trl_advantages(rewards: Tensor, group_size: int) -> Tensor:
 
 
 def load_verl(folder: Path) -> Any:
-    """Return verl's module `core_algos` from a folder into which verl was installed without its dependencies."""
+    """Return verl's module `core_algos`. verl was installed into `folder` without its dependencies."""
     _stand_in("omegaconf", DictConfig=dict)
     _stand_in("tensordict", TensorDict=dict)
     _package("verl", folder / "verl")
@@ -191,7 +192,7 @@ def verl_advantages(inputs: Inputs, name: str, *, verl: Any, **settings: Any) ->
 
 
 def load_openrlhf(folder: Path) -> Any:
-    """Return OpenRLHF's module of losses from a folder into which it was installed without its dependencies."""
+    """Return OpenRLHF's module of losses. OpenRLHF was installed into `folder` without its dependencies."""
     _stand_in("deepspeed")
     _package("openrlhf", folder / "openrlhf")
     _package("openrlhf.models", folder / "openrlhf" / "models")
@@ -218,7 +219,7 @@ def _package(name: str, folder: Path) -> None:
 
 
 def _stand_in(name: str, **attributes: Any) -> None:
-    """Make a module that has these attributes alone."""
+    """Register an empty module with these attributes under a name."""
     module = ModuleType(name)
     module.__dict__.update(attributes)
     sys.modules[name] = module
@@ -229,7 +230,7 @@ def loaded(folder: Path) -> dict[str, Any]:
     verl = load_verl(folder)
     openrlhf = load_openrlhf(folder)
     for name in ("omegaconf", "tensordict", "deepspeed"):
-        # TRL looks at them, and would take a stand-in for the package itself
+        # TRL checks which packages are imported, and would take an empty module for the real package
         del sys.modules[name]
     return {
         "trl": trl_loss,

@@ -24,8 +24,8 @@ GROUP_SIZE = 3
 def make_inputs() -> Inputs:
     """Return float64 numbers for two groups of three samples: log-probs, entropies (B, T), advantages, rewards (B,).
 
-    All are multiples of 2^-10, so that float32 holds them, too. Some samples have holes in their mask, some log-ratios are
-    far from 0, and one sample with a negative advantage has become unlikely.
+    All are multiples of 2^-10, which float32 represents exactly. In some samples the mask is False in the middle, some
+    log-ratios are far from 0, and one sample with a negative advantage has become less probable.
     """
     generator = torch.Generator().manual_seed(11)
 

@@ -30,5 +30,5 @@ try:
 except ValueError as error:
     if "None or empty" not in str(error):
         raise
-    sys.exit(100)  # the policy said nothing, so a reward of 0 instead of a failure
+    sys.exit(100)  # the policy said nothing: reward 0, not a failure
 sys.exit(0 if row["answer"] in answer else 100)

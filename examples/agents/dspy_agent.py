@@ -15,11 +15,11 @@ def multiply(a: int, b: int) -> int:
 
 
 row = json.load(sys.stdin)
-# Without cache=False, DSPy answers a repeated prompt itself, and the policy does not take its turn
+# Without cache=False, DSPy would answer a repeated prompt from its cache, and the policy would not take its turn
 dspy.configure(lm=dspy.LM("openai/policy", cache=False, num_retries=0))
 agent = dspy.ReAct("question -> answer", tools=[multiply], max_iters=4)
 try:
     answer = agent(question=row["input"]).answer
-except AdapterParseError:  # the policy's mistake, so a reward of 0 instead of a failure
+except AdapterParseError:  # a mistake of the policy: reward 0, not a failure
     sys.exit(100)
 sys.exit(0 if row["answer"] in str(answer) else 100)

@@ -17,8 +17,8 @@ row = json.load(sys.stdin)
 agent = create_agent(ChatOpenAI(model="policy"), tools=[multiply])
 messages = [{"role": "user", "content": row["input"]}]
 try:
-    # The limit allows four turns, and the calls between them
+    # The limit allows four turns of the policy, and the tool calls between them
     result = agent.invoke({"messages": messages}, {"recursion_limit": 9})
-except GraphRecursionError:  # the policy does not end, so a reward of 0 instead of a failure
+except GraphRecursionError:  # the policy does not come to an end: reward 0, not a failure
     sys.exit(100)
 sys.exit(0 if row["answer"] in result["messages"][-1].text else 100)

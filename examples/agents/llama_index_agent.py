@@ -25,6 +25,6 @@ async def play(question: str) -> str:
 row = json.load(sys.stdin)
 try:
     answer = asyncio.run(play(row["input"]))
-except WorkflowRuntimeError:  # the policy does not come to an end, so a reward of 0 instead of a failure
+except WorkflowRuntimeError:  # the policy does not come to an end: reward 0, not a failure
     sys.exit(100)
 sys.exit(0 if row["answer"] in answer else 100)

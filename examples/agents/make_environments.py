@@ -1,11 +1,11 @@
-"""Make an environment of its own for each agent framework of frameworks.toml.
+"""Make a separate Python environment for each agent framework in frameworks.toml.
 
     python examples/agents/make_environments.py                       # all of them: about 3 GB
     python examples/agents/make_environments.py openai pydantic-ai    # these alone
     python examples/agents/make_environments.py --update openai       # the newest releases, and their pins
 
-An environment whose pins have not changed is left as it is. Packages come from PyPI as wheels, by `uv` if it is installed
-and by pip otherwise; Node's client comes from npm.
+An environment whose pins have not changed is not touched. Packages come from PyPI as wheels, by `uv` if it is installed
+and by pip otherwise. The client for Node comes from npm.
 """
 
 import argparse
@@ -20,7 +20,7 @@ from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 FRAMEWORKS_FILE = HERE / "frameworks.toml"
-STAMP_NAME = ".pins"  # file in an environment with the digest of what was installed
+STAMP_NAME = ".pins"  # file in an environment with the digest of the pins that were installed
 
 
 def frameworks() -> dict[str, dict[str, list[str]]]:
@@ -34,7 +34,7 @@ def constraints_file(name: str) -> Path:
 
 
 def digest(name: str) -> str:
-    """Return a digest of all that decides what is installed."""
+    """Return a digest of everything that decides which packages are installed."""
     parts = [json.dumps(frameworks()[name]), sys.version]
     if constraints_file(name).exists():
         parts.append(constraints_file(name).read_text(encoding="utf-8"))
@@ -97,7 +97,7 @@ def make_node(name: str, folder: Path, is_update: bool) -> None:
 
 
 def make(name: str, folder: Path, is_update: bool = False) -> str:
-    """Make one environment unless it is there already. Return what was done."""
+    """Make one environment unless it already exists with these pins. Return a text that says what was done."""
     stamp = folder / STAMP_NAME
     if not is_update and stamp.exists() and stamp.read_text() == digest(name):
         return "is up to date"

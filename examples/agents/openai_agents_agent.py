@@ -19,6 +19,6 @@ row = json.load(sys.stdin)
 agent = Agent(name="calculator", model="policy", tools=[multiply])
 try:
     answer = Runner.run_sync(agent, row["input"], max_turns=4).final_output
-except (MaxTurnsExceeded, ModelBehaviorError):  # the policy's mistake, so a reward of 0 instead of a failure
+except (MaxTurnsExceeded, ModelBehaviorError):  # a mistake of the policy: reward 0, not a failure
     sys.exit(100)
 sys.exit(0 if row["answer"] in answer else 100)

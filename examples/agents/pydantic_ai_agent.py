@@ -21,6 +21,6 @@ try:
 except (
     UnexpectedModelBehavior,
     UsageLimitExceeded,
-):  # the policy's mistake, so a reward of 0 instead of a failure
+):  # a mistake of the policy: reward 0, not a failure
     sys.exit(100)
 sys.exit(0 if row["answer"] in answer else 100)
