@@ -84,7 +84,8 @@ def _truncation(name: str, allowed: Range) -> Any:
     """Return an option that restricts sampling to probable tokens, as the option of this name restricts it in training."""
     return option(
         None,
-        f"The same as --{name} of `async-grpo run`. By default the checkpoint's run decides, or else the default there.",
+        f"The same as --{name} of `async-grpo run`. The default is that of the checkpoint's run, or else of "
+        "`async-grpo run`.",
         "Evaluation",
         range=allowed,
         portable=True,
@@ -118,16 +119,16 @@ class EvalConfig(EvaluationTask, EnvironmentConfig, LocalJudge, EngineOptions, F
     )
     max_generation_tokens: int | None = option(
         None,
-        "Maximum length of a completion in tokens, as in training; --eval-max-tokens overrides it. The default is the "
-        "run's, or that of `async-grpo run`.",
+        "Maximum length of a completion in tokens, as in training; --eval-max-tokens overrides it. The default is that "
+        "of the checkpoint's run, or else of `async-grpo run`.",
         "Evaluation",
         range=POSITIVE,
         portable=True,
     )
     temperature: float | None = option(
         None,
-        "Sampling temperature, as in training; --eval-temperature overrides it. The default is the run's, or that of "
-        "`async-grpo run`.",
+        "Sampling temperature, as in training; --eval-temperature overrides it. The default is that of the "
+        "checkpoint's run, or else of `async-grpo run`.",
         "Evaluation",
         range=POSITIVE,
         portable=True,
