@@ -63,7 +63,7 @@ def closed_form(mode: str, slots: int) -> float:
 
 
 class Engine:
-    """Generates the samples of one step at a time. Each step takes G, and its samples end between 0.3 G and G."""
+    """Generates the samples of one step at a time. Each step takes G seconds, and its samples end between 0.3 G and G."""
 
     def __init__(self, seed: int) -> None:
         self.live = 0

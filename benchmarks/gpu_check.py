@@ -291,10 +291,7 @@ def clear() -> None:
 
 
 def step(bench: Bench) -> Figures:
-    """5.
-
-    Measure a whole step (forward, backward, AdamW): tokens/s, fraction of the matmul rate, memory, where the time goes.
-    """
+    """5. Measure a whole step (forward, backward, AdamW): tokens/s, fraction of the matmul rate, memory, time by kernel."""
     size = bench.of(8192, 256)
     dtype = torch.bfloat16 if bench.on_gpu else torch.float32
     a, b = (torch.randn(size, size, device=bench.device).to(dtype) for _ in range(2))
@@ -485,10 +482,7 @@ def against_transformers(bench: Bench) -> Figures:
 
 
 def memory(bench: Bench) -> Figures:
-    """10.
-
-    Test offloading, copies of the shards (several ranks) and 8-bit moments: the same gradient; measure their memory.
-    """
+    """10. Test offloading, copies of the shards (several ranks) and 8-bit moments: the same gradient; measure memory."""
     shape, (ranks, world_size) = bench.of(HALF_B, gpu_step.TINY), (bench.ranks, bench.ranks.world_size)
     layouts: dict[str, dict[str, Any]] = {"plain": {}, "offloaded": {"cpu_offload": True}}
     if world_size > 1:
@@ -517,10 +511,7 @@ def training_cost(
 
 
 def loading(bench: Bench) -> Figures:
-    """11.
-
-    Let each rank read its own rows of the weights, export the model, and compare; measure peak memory and seconds.
-    """
+    """11. Let each rank read its own rows of the weights, export the model, compare; measure peak memory and seconds."""
     shape, figures = bench.of(ONE_B, gpu_step.TINY), dict[str, Any]()
     with tempfile.TemporaryDirectory() if bench.ranks.is_main else nullcontext("") as scratch:
         folders: list[Any] = [scratch]

@@ -163,7 +163,7 @@ def is_trial_cheap(config: RunConfig, device: torch.device) -> bool:
     memory does not suffice, the machine swaps, which slows down all its processes. With `--engine-sleep`, the engine is
     still awake at this time, and the micro-batch may need its memory.
     """
-    is_trial_possible = not config.draws  # the trial's micro-batch is made of text
+    is_trial_possible = not config.draws  # the trial computes a text, which a policy that draws cannot
     return is_trial_possible and config.longest_first and device.type == "cuda" and not config.sleep_level
 
 

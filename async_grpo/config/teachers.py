@@ -301,11 +301,11 @@ def refuse_other_vocabulary(teacher: str, policy: str) -> None:
     for text, token_id in load_tokenizer(policy).get_vocab().items():
         teacher_id = ids_of_teacher.get(text)
         if teacher_id != token_id:
-            there = "is missing" if teacher_id is None else f"has the id {teacher_id}"
+            difference = "is missing" if teacher_id is None else f"has the id {teacher_id}"
             raise ConfigurationError(
                 f"--teacher {teacher}: its tokenizer differs from that of {policy}: the token "
-                f"{text!r:.{MAX_SHOWN_CHARACTERS}} has the id {token_id} here and {there} there; a teacher must have the "
-                "policy's vocabulary"
+                f"{text!r:.{MAX_SHOWN_CHARACTERS}} has the id {token_id} here and {difference} there; a teacher must have "
+                "the policy's vocabulary"
             )
     num_tokens_of_teacher = load_config(teacher).get_text_config().vocab_size
     num_tokens_of_policy = load_config(policy).get_text_config().vocab_size

@@ -62,7 +62,7 @@ def _names_to_try(config: LocalConfig, prepared: "Prepared") -> list[str]:
     """Return the names of the rewards to try, as in `--reward-fns`."""
     if prepared.rewards is None or not prepared.questions:
         return []
-    chosen = config.combination.chosen(prepared.questions[0].row)
+    names_of_row = config.combination.chosen(prepared.questions[0].row)
     names = []
     for name in parse_names(config.reward_fns):
         shown_name = display_name(name)
@@ -70,7 +70,7 @@ def _names_to_try(config: LocalConfig, prepared: "Prepared") -> list[str]:
         is_checked = hasattr(adapter, "check_row") or adapter in BOUNDED
         # Do not try these: a reward with a fallback may fail, and a call of a judge costs money
         may_fail = shown_name in config.fallbacks or shown_name in prepared.rewards.judges
-        if shown_name in chosen and not is_checked and not may_fail:
+        if shown_name in names_of_row and not is_checked and not may_fail:
             names.append(name)
     return names
 

@@ -127,7 +127,7 @@ def layers_of_targets(model: PreTrainedModel, targets: Sequence[str]) -> list[st
     candidates = linear_layers(model)
     last_parts = sorted({name.rpartition(".")[2] for name in candidates})
     head = getattr(model, "get_output_embeddings", lambda: None)()  # models of diffusers have no such method
-    chosen = set()
+    target_layers = set()
     for target in targets:
         layers = [name for name in candidates if _has_name(name, target)]
         if not layers:
@@ -138,8 +138,8 @@ def layers_of_targets(model: PreTrainedModel, targets: Sequence[str]) -> list[st
             raise ConfigurationError(
                 f"--lora-targets: {target!r} {reason}; layers that can have an adapter: {', '.join(last_parts)}"
             )
-        chosen.update(layers)
-    return [name for name in candidates if name in chosen]
+        target_layers.update(layers)
+    return [name for name in candidates if name in target_layers]
 
 
 def _has_name(layer: str, target: str) -> bool:

@@ -166,7 +166,7 @@ def names_in(choices: str | tuple[str, ...]) -> tuple[str, ...]:
 
 
 def fields_in_order(config_class: type) -> Fields:
-    """Return all options: first the required ones, then the everyday ones, then the others, panel by panel."""
+    """Return all options: first the required ones, then the everyday ones, then the others, grouped by panel."""
     fields = dataclasses.fields(config_class)
     panels = list(dict.fromkeys(field.metadata["panel"] for field in fields))
 

@@ -167,10 +167,10 @@ def _base64_spellings(value: bytes) -> set[str]:
         for num_before in range(3):
             text = encode(b"\0" * num_before + value).decode()
             # First base64 character that encodes no bits of the bytes before the value
-            first = -(-8 * num_before // 6)
+            first_index = -(-8 * num_before // 6)
             # First base64 character that may encode bits of the bytes after the value
-            beyond = 8 * (num_before + len(value)) // 6
-            texts.add(text[first:beyond])
+            end_index = 8 * (num_before + len(value)) // 6
+            texts.add(text[first_index:end_index])
     return texts
 
 

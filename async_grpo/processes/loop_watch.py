@@ -174,9 +174,9 @@ class LoopWatch:
             if has_new_turn:
                 beats = self._beats
                 own_delay_s = 0.0
-                # For the loop's thread and for the process, use the CPU times that the heartbeat itself has read. Times
-                # read here could already include a call that kept Python's lock, and that call must count as part of
-                # this turn
+                # Use the CPU times that the heartbeat has read for the loop's thread and for the process. CPU times
+                # read here could already include a call that kept Python's lock. That call belongs to this turn, so it
+                # must not be in the times at the turn's start
                 threads_at_beat = _thread_times() | {self._thread_id: self._thread_cpu_at_beat_s}
                 cpu_at_beat_s = self._cpu_at_beat_s
                 # The watching thread's wait may have begun before the turn, so count only its delay within the turn

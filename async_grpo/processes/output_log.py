@@ -103,8 +103,8 @@ class SourceOutput:
         if self._num_bytes > MAX_SOURCE_BYTES:
             return
         self._num_bytes += len(piece)
-        lines, newline, rest = (self._unfinished_line + piece).rpartition(b"\n")
-        self._unfinished_line = rest
+        lines, newline, unfinished_line = (self._unfinished_line + piece).rpartition(b"\n")
+        self._unfinished_line = unfinished_line
         if lines or newline:
             self._log.write(self._source, lines + newline)
         if len(self._unfinished_line) > MAX_PIECE_BYTES:

@@ -93,15 +93,17 @@ def reason_against_taking_over(request: Request) -> str:
 
 def is_understood(arguments: Sequence[str]) -> bool:
     """Return whether `run_python` supports these arguments of Python."""
-    rest = _without_ignored(arguments)
-    return bool(rest) and (rest[0] in ("-c", "-m") or not rest[0].startswith("-"))
+    understood_arguments = _without_ignored(arguments)
+    return bool(understood_arguments) and (
+        understood_arguments[0] in ("-c", "-m") or not understood_arguments[0].startswith("-")
+    )
 
 
 def _without_ignored(arguments: Sequence[str]) -> list[str]:
-    rest = list(arguments)
-    while rest and rest[0] in IGNORED_OPTIONS:
-        rest.pop(0)
-    return rest
+    remaining_arguments = list(arguments)
+    while remaining_arguments and remaining_arguments[0] in IGNORED_OPTIONS:
+        remaining_arguments.pop(0)
+    return remaining_arguments
 
 
 def take_over(request: Request, received: Sequence[int]) -> None:
@@ -166,21 +168,21 @@ def run_python(arguments: Sequence[str], executable: Path) -> None:
     # multiprocessing then starts its processes through the server, too
     multiprocessing.spawn.set_executable(str(executable))
     _seed_and_count_threads()
-    first, *rest = _without_ignored(arguments)
+    first, *program_arguments = _without_ignored(arguments)
     if first == "-m":
-        module, *further = rest
-        sys.argv = ["-m", *further]
+        module, *module_arguments = program_arguments
+        sys.argv = ["-m", *module_arguments]
         _set_first_path(os.getcwd())
         runpy.run_module(module, run_name="__main__", alter_sys=True)
     elif first == "-c":
-        code, *further = rest
-        sys.argv = ["-c", *further]
+        code, *module_arguments = program_arguments
+        sys.argv = ["-c", *module_arguments]
         _set_first_path("")
         main = types.ModuleType("__main__")
         sys.modules["__main__"] = main
         exec(compile(code, "<string>", "exec"), vars(main))
     else:
-        sys.argv = [first, *rest]
+        sys.argv = [first, *program_arguments]
         _set_first_path(os.path.dirname(os.path.realpath(first)))
         runpy.run_path(first, run_name="__main__")
 

@@ -109,28 +109,30 @@ def distributed_run(device: str = "auto", *, timeout_s: float = 1800.0) -> Itera
         # signal handlers
         die_with(os.getppid())
     on_gpu = device == "cuda" or (device == "auto" and torch.cuda.is_available())
-    chosen = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if on_gpu else torch.device("cpu")
-    if on_gpu and chosen.index >= torch.cuda.device_count():
+    rank_device = (
+        torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if on_gpu else torch.device("cpu")
+    )
+    if on_gpu and rank_device.index >= torch.cuda.device_count():
         raise ConfigurationError(
-            f"local rank {chosen.index} has no GPU: {torch.cuda.device_count()} are visible; "
+            f"local rank {rank_device.index} has no GPU: {torch.cuda.device_count()} are visible; "
             "start as many processes per node as there are GPUs, or use the CPU"
         )
     if on_gpu:
-        torch.cuda.set_device(chosen)
+        torch.cuda.set_device(rank_device)
         if GPU_SHARE in os.environ:
             # An engine uses the same GPU. If this rank exceeds its share, the rank itself and not the engine runs out
             # of memory
-            torch.cuda.set_per_process_memory_fraction(float(os.environ[GPU_SHARE]), chosen)
+            torch.cuda.set_per_process_memory_fraction(float(os.environ[GPU_SHARE]), rank_device)
     dist.init_process_group(
         "nccl" if on_gpu else "gloo",
         store=_store(world_size),
         rank=rank,
         world_size=world_size,
         timeout=timedelta(seconds=timeout_s),
-        device_id=chosen if on_gpu else None,
+        device_id=rank_device if on_gpu else None,
     )
     try:
-        yield Ranks(rank, world_size, chosen)
+        yield Ranks(rank, world_size, rank_device)
     except BaseException:
         # Skip the orderly shutdown of NCCL: it would wait for collectives that a failed rank never joins
         if not on_gpu:

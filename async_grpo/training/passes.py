@@ -116,7 +116,7 @@ class Passes:
         return self._minibatches[-1]
 
     def _has_finished_pass(self) -> bool:
-        """Return whether all minibatches of the batch have been returned once, with the ends of their steps."""
+        """Return whether the messages of all steps of the batch have been returned, up to the `StepEnd` of the last one."""
         is_complete = len(self._minibatches) == self._plan.num_minibatches
         return is_complete and self._minibatches[-1].end is not None
 

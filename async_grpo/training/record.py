@@ -32,7 +32,8 @@ log = logging.getLogger(__name__)
 OTHER_FIELDS = ("is_dummy", "allowed", "images", "conditions", "first_pass")
 ARRAYS = tuple(field.name for field in dataclasses.fields(MicroBatch) if field.name not in OTHER_FIELDS)
 MAX_STEP_BYTES = 64 << 20  # largest accepted rank_<r>.json
-# Largest accepted rank_<r>.safetensors, about 100 million tokens. A sparse file may claim any size
+# Maximum size of rank_<r>.safetensors that is read, about 100 million tokens. A malicious sparse file can claim any
+# size without using the disk
 MAX_ARRAYS_BYTES = 4 << 30
 MOST_RANKS = 1 << 20  # largest accepted number of ranks
 # Errors that reading JSON or safetensors with arbitrary contents may raise

@@ -35,7 +35,7 @@ ALIGNMENT_BYTES = 4
 LARGEST_SHARE = 0.6
 # The same fraction for compressed changes, which are made only for small tensors
 LARGEST_COMPRESSED_SHARE = 0.9
-COMPRESSED = 1 << 31  # added to the count of a compressed block
+COMPRESSED = 1 << 31  # a count with this bit means that the block is compressed
 # A block is compressed if more than one in this number of its words has changed. With fewer changes, it is small
 # without compression
 MIN_CHANGES_TO_COMPRESS = 8

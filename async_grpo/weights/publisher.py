@@ -83,7 +83,7 @@ class Publisher:
         # Log-probs (N,) and sensitivity of the first weights, from `prepare`; None before `prepare` and after their use
         self._prepared: tuple[np.ndarray, float] | None = None
         self._unread = UnreadTensors()  # complete only on rank 0
-        self._last_differences: Differences = {}  # each worker's differences at its last proof
+        self._last_differences: Differences = {}  # canary differences at each worker's last proof
         self._traffic = Traffic()
         self._sent_chunks = SentChunks(self.config.weight_sync_deltas, self._traffic)
         self._for_late = False  # whether the current sync serves only workers that joined late
