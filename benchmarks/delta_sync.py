@@ -7,10 +7,10 @@
 
 With --lora-rank, an adapter of all linear layers is trained and sent alone, as with `--lora-sync adapter`.
 
-The policy is trained in float32 with the library's optimizer at its defaults, without warm-up. Completions are sampled
-anew every `--sample-every` steps; a completion's reward is the share of its characters that are an "e". After each step
-the weights go, in --dtype, through a publisher to a worker without an engine, which applies the changes and compares
-every tensor with the trainer's, bit by bit.
+The policy is trained in float32 with the library's optimizer at its defaults, without warm-up. New completions are
+sampled every `--sample-every` steps. A completion's reward is the fraction of its characters that are an "e". After
+each step the weights go, in --dtype, through a publisher to a worker without an engine, which applies the changes and
+compares every tensor with the trainer's, bit by bit.
 
 It prints bytes and seconds for each learning rate, as means over the steps. ENCODE is the time to compare and encode on
 rank 0. APPLY is the time to make the whole weights in the worker. COPY is the time of a copy of the whole weights in
@@ -120,7 +120,7 @@ class Trainer:
 
 
 def copy_s(num_bytes: int) -> float:
-    """Return the seconds that a copy of so many bytes in memory takes."""
+    """Return the seconds that a copy of this number of bytes in memory takes."""
     source = np.ones(num_bytes, np.uint8)
     target = np.zeros(num_bytes, np.uint8)
     begun = time.monotonic()

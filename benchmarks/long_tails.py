@@ -150,9 +150,9 @@ class Simulation:
         self._train(len(self.handed_out.groups))
 
     def _train(self, groups: int) -> None:
-        """Train so many groups.
+        """Train this number of groups.
 
-        Each takes its part of a step's time, once it is there and the groups before it are done.
+        Each takes its part of a step's time. It starts when the group has arrived and the groups before it are done.
         """
         for _ in range(groups):
             self.trainer_free_at = max(self.trainer_free_at, self.now) + TRAIN_S / GROUPS

@@ -5,7 +5,7 @@
     python scripts/create_real_model.py --gguf SmolLM2-135M-Instruct.Q4_1.gguf   # without a download
 
 This is `async-grpo data model` for a checkout. That command also converts other GGUF files. The package `gguf`, which
-reads such files, is in a folder of its own, into which `scripts/setup_extras` installs it.
+reads such files, is in a separate folder, into which `scripts/setup_extras` installs it.
 """
 
 import sys

@@ -30,7 +30,7 @@ log = logging.getLogger(__name__)
 
 
 class RateLimitActor(ChannelServer):
-    """The actor that holds the cluster's `Limiter`.
+    """The actor with the `Limiter` of the whole cluster.
 
     Args:
         resumed: Whether another actor enforced the limits before. If so, the limiter starts without a burst.
@@ -64,15 +64,15 @@ class RateLimitActor(ChannelServer):
 
 @dataclass
 class _HeldPermit:
-    """A permit that this process holds."""
+    """A permit that was given to this process."""
 
     key: str
     permit: int  # the actor's number for the permit
-    hold: AsyncGenerator[int]  # the call that holds the permit in the actor
+    hold: AsyncGenerator[int]  # the call that keeps the permit in the actor
     channel: Channel  # channel to the actor that gave the permit
 
     async def give_back(self, used_tokens: float | None) -> None:
-        """Release the permit and end the call that holds it in the actor."""
+        """Release the permit and end the call that keeps it in the actor."""
         # If the actor is lost, its permits no longer exist
         with contextlib.suppress(WorkerLost):
             async with contextlib.aclosing(self.hold):

@@ -188,7 +188,7 @@ class RegisteredWorkers:
             work: Name of the work, for reports about what the run waits for.
             count: Number of sequences, all of which go to the same worker.
             tokens_each: Expected number of tokens of each sequence.
-            prefers: Id of the worker whose prefix cache holds the beginning of the sequences, if any.
+            prefers: Id of the worker whose prefix cache contains the beginning of the sequences, if any.
         """
         with waiting("place", work, f"a place in a {self.kind} worker"):
             lease = await self.registry.acquire(count, tokens_each, prefers)

@@ -41,7 +41,7 @@ ANSWER_DELAY_WITHOUT_PREFETCH_S = 0.02
 
 
 class VerifierActor(ChannelServer):
-    """An actor that holds killable processes of one adapter, on one node.
+    """An actor that starts and kills processes of one adapter, on one node.
 
     Each process is a slot with a number N. Its handlers are named `score N`, `post_process N` and `close N`.
     """

@@ -60,11 +60,11 @@ class WorkerActor(ChannelServer):
         """Load the model.
 
         Returns:
-            The maximum numbers of sequences and tokens that the worker can hold at once.
+            The maximum numbers of sequences and tokens that the worker can process at once.
 
         Raises:
-            ConfigurationError: The model or the version of this library differs from the trainer's, or the engine cannot
-                serve the run.
+            ConfigurationError: The model or the version of this library differs from the trainer's, or the engine
+                cannot serve the run.
         """
         # Check the versions and the model here. The dispatcher cannot: the actor may run on another node, and the
         # dispatcher may lack the libraries for it
@@ -106,9 +106,9 @@ class WorkerActor(ChannelServer):
         """Load a package, and compute the log-probs of its canary texts, from which the trainer sees that it loaded.
 
         Raises:
-            WeightsDidNotLand: Newer weights are already loaded, this node cannot read the package's files, or the package
-                holds changes to weights that this worker does not have.
-            OutOfMemory: The new weights do not fit beside what the worker holds.
+            WeightsDidNotLand: Newer weights are already loaded, this node cannot read the package's files, or the
+                package contains changes to weights that this worker does not have.
+            OutOfMemory: The new weights do not fit into the memory beside the present ones.
         """
         activity = f"while a worker loaded the weights of policy version {package.version}"
         async with self._loading:

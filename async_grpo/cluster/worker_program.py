@@ -147,7 +147,7 @@ class Worker:
     def begin(self) -> None:
         """Create a new actor, which immediately starts importing modules."""
         self.actor = _make_actor(self.config)
-        # Maximum numbers of sequences and tokens that the actor can hold at once; None until it has loaded
+        # Maximum numbers of sequences and tokens that the actor can process at once; None until it has loaded
         self.capacity: tuple[int, int] | None = None
         self.is_responsive = False  # whether the actor answers calls and can close itself
         self._processes: list[psutil.Process] = []
@@ -156,7 +156,7 @@ class Worker:
         """Load the model for a run, unless it is already loaded and can serve this run.
 
         Returns:
-            The maximum numbers of sequences and tokens that the worker can hold at once.
+            The maximum numbers of sequences and tokens that the worker can process at once.
 
         Raises:
             ConfigurationError: The model differs from the trainer's.

@@ -32,7 +32,7 @@ def adapter_folders(adapters: str) -> dict[str, Path]:
     """Return the folders that `--lora-adapters` names, by the names of the adapters, in the order of the option.
 
     Raises:
-        ConfigurationError: A name is missing, given twice or unusable, or a folder holds no adapter.
+        ConfigurationError: A name is missing, given twice or unusable, or a folder contains no adapter.
     """
     if "=" in adapters or adapters.startswith("{"):
         pairs = [

@@ -73,7 +73,7 @@ def _initial_settings(config: LoraConfig, folder: Path, model_path: str) -> Lora
     """Return the settings of the adapter in a folder.
 
     Raises:
-        ConfigurationError: The folder holds no such adapter, or the options ask for another rank.
+        ConfigurationError: The folder contains no such adapter, or the options ask for another rank.
     """
     settings = settings_of_folder(folder, model_path, config.lora_sync)
     if config.lora_rank not in (0, settings.rank):
@@ -93,7 +93,7 @@ def settings_of_folder(folder: Path, model_path: str, sync: str) -> LoraSettings
         sync: How the adapter reaches the engines.
 
     Raises:
-        ConfigurationError: The folder holds no adapter that computes W + s B A.
+        ConfigurationError: The folder contains no adapter that computes W + s B A.
     """
     description = read_lora_config(folder)
     base = description.get("base_model_name_or_path")

@@ -129,7 +129,7 @@ def refuse_wrong_flow_model(path: str, *, trains: bool) -> None:
     """Refuse a folder of diffusers whose configuration or weights cannot be used. Only sizes are compared.
 
     Raises:
-        ConfigurationError: The folder holds no complete model.
+        ConfigurationError: The folder contains no complete model.
     """
     read_flow_folder(path).check_weights()
 

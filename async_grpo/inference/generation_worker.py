@@ -69,7 +69,7 @@ class GenerationWorker:
     """An `Engine` that runs vLLM.
 
     Any number of calls of `complete` may run at the same time. A weight update does not wait for them to end: vLLM
-    holds the requests during the update, and they continue with the new weights.
+    pauses the requests during the update, and they continue with the new weights.
     """
 
     worker_extension = WORKER_EXTENSION  # module and class whose methods vLLM adds to its worker processes
@@ -88,7 +88,7 @@ class GenerationWorker:
         self.timeline = timeline
         self.stall_s = stall_s
         self.policy_version = UNSYNCED
-        self.paused_s = 0.0  # seconds that weight updates held requests, since the last call of `progress`
+        self.paused_s = 0.0  # seconds of pauses by weight updates since the last call of `progress`
         self.peak_gpu_bytes = 0  # peak memory of the engine's GPUs until the last update; 0 on the CPU
         self._num_starts = 0  # number of times that a restarted trainer has taken over this engine
         self._broken_reason: str | None = None  # why the engine refuses all requests; None if it accepts them

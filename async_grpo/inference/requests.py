@@ -22,7 +22,7 @@ from async_grpo.inference.vllm_edges.unfinished_tokens import unfinished_output
 from async_grpo.messages import SharedRunSettings, Truncation
 from async_grpo.types import Sampling, Tokens
 
-UNSYNCED = -1  # policy version of an engine that still holds the weights of its model folder
+UNSYNCED = -1  # policy version of an engine that still has the weights of its model folder
 NO_TOKENS = Tokens(np.empty(0, np.int32), np.empty(0, np.float32), np.empty(0, np.int32))
 # Parameters of a request for the log-probs of its prompt at temperature 1. It also samples one token, which is ignored
 PROMPT_LOGPROBS = SamplingParams(

@@ -45,7 +45,7 @@ def inspect_cache(config: CacheConfig) -> None:
     """Delete the entries that the options select, and print a table of the remaining ones.
 
     Raises:
-        ConfigurationError: There is no such cache, it is damaged, or it holds no entry of the reward to prune.
+        ConfigurationError: There is no such cache, it is damaged, or it contains no entry of the reward to prune.
         RunFailed: The cache is locked, or the disk is full.
     """
     console = Console(markup=False, highlight=False, emoji=False)

@@ -37,7 +37,7 @@ class Checked:
 
     Attributes:
         findings: Comparisons of what the run needs with what the machine has (`plan.resources`).
-        resumed_step: Number of finished steps of the checkpoint from which the run continues; None if it starts anew.
+        resumed_step: Number of finished steps of the checkpoint from which the run continues; None if it is a new run.
         resumed_samples: Number of samples of these steps.
     """
 

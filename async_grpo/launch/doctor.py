@@ -259,7 +259,7 @@ def _python(
     Args:
         arguments: The arguments of the interpreter.
         ranks: Number of trainer ranks. The first GPUs are reserved for them.
-        ray_address: Address of the Ray cluster to join. "" stands for a private cluster.
+        ray_address: Address of the Ray cluster to join. "" means a private cluster.
         variables: Further environment variables.
 
     Raises:
@@ -280,7 +280,7 @@ def _python(
 
 
 def output_folder(config: LocalConfig) -> Iterator[Finding]:
-    """Check that the output folder can be written to, and that it holds no run, unless `--resume` continues it."""
+    """Check that the output folder can be written to, and that it contains no run, unless `--resume` continues it."""
     place = plan.nearest_folder(config.output_path)
     level = OK
     text = f"{place} can be written to"

@@ -33,7 +33,7 @@ class EarlyStart:
         supervisor: Watches and ends all programs of the run.
         variables: Environment variables of every program of the run.
         ray: Ray's head node; None if the run joins a cluster.
-        ray_is_up: A file. The run's programs wait until it exists before they connect to a Ray of their own.
+        ray_is_up: A file. The run's programs wait until it exists before they connect to the run's own Ray.
         warm: Files that are called instead of `python` and start processes with imported libraries; None if all
             processes start as usual.
     """

@@ -228,7 +228,7 @@ def evaluate(config: EvalConfig) -> None:
     """Generate and score completions, print the results, and write them to `output_dir`.
 
     Raises:
-        ConfigurationError: The folder holds neither a model nor a checkpoint, or an option is wrong.
+        ConfigurationError: The folder contains neither a model nor a checkpoint, or an option is wrong.
         AsyncGrpoError: The evaluation failed; see `run_locally`.
     """
     model = Path(local_model(config.path))
@@ -282,7 +282,7 @@ def _absolute_adapters(adapters: str, model: Path) -> str:
 
 
 def _is_model(folder: Path) -> bool:
-    """Return whether a folder holds a whole model, of transformers or of diffusers."""
+    """Return whether a folder contains a whole model, of transformers or of diffusers."""
     return any((folder / name).exists() for name in MODEL_FILES)
 
 

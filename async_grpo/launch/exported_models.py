@@ -123,7 +123,7 @@ def _has_value_head(manifest: Manifest) -> bool:
 
 
 def _settings_of(folder: Path, manifest: Manifest) -> LoraSettings | None:
-    """Return the settings of the adapter in a checkpoint; None if the checkpoint holds all weights.
+    """Return the settings of the adapter in a checkpoint; None if the checkpoint contains all weights.
 
     Raises:
         CheckpointBroken: The manifest describes no adapter that this version knows.

@@ -32,7 +32,7 @@ from async_grpo.processes.warm_client import DIES_WITH_STARTER
 from async_grpo.training.checkpoint_folder import checkpoints_of, read
 
 RAY_START_S = 90.0
-# Name of a module that stands in the command line of every rank. `request_look` finds a rank by it, and asks it for its
+# Name of the module in the command line of every rank. `request_look` finds a rank by it, and asks the rank for its
 # stacks
 TRAINER = "async_grpo.launch.trainer"
 SHUTDOWN_TIMEOUT_S = 30.0  # seconds that workers may take to end after the trainer has ended

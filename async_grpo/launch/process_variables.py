@@ -118,7 +118,7 @@ def run_environment(ray_address: str, trainer_gpus: int, ray_is_up: Path, logs: 
     """Return the environment variables of every program of a run.
 
     Args:
-        ray_address: The Ray cluster to join. "" stands for a private cluster on a free port of the loopback interface.
+        ray_address: The Ray cluster to join. "" means a private cluster on a free port of the loopback interface.
         trainer_gpus: Number of GPUs for the trainer, which gets the first ones.
         ray_is_up: A file. The programs wait until it exists before they connect to a private cluster.
         logs: Folder into which the actors of a private cluster write their logs.

@@ -265,7 +265,7 @@ def _input_renderer(config: VerifyConfig) -> Callable[[dict[str, Any], str], Non
 
 
 def _note_local_imports(console: Console, registry: Path, workers: LocalWorkers) -> None:
-    """Print a note about each reward file that imports modules of its own folder.
+    """Print a note about each reward file that imports other modules from its folder.
 
     Other nodes of a run get only the reward file, not these modules.
     """

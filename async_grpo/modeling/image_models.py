@@ -64,7 +64,7 @@ class ImageInputs:
     position_ids: Int64[Tensor, "3 packed"]  # position of each token: in time, vertical, horizontal
 
     def keys(self, input_ids: Int64[Tensor, " packed"]) -> Int64[Tensor, " packed"]:
-        """Return token ids in which the placeholders of each image have numbers of their own.
+        """Return token ids in which the placeholder tokens of each image have a number that no other image has.
 
         `Packing` computes equal beginnings of sequences once. Without this, two prompts with the same text and
         different images would look equal.

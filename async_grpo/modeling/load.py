@@ -139,8 +139,8 @@ def refuse_wrong_weights(path: str | Path) -> None:
     The model is made on the "meta" device, where it takes no memory.
 
     Raises:
-        ConfigurationError: transformers cannot make the model of the configuration, or the files lack a weight, or hold
-            one of another shape or one that the model does not have.
+        ConfigurationError: transformers cannot make the model of the configuration, or the files lack a weight, or
+            contain one of another shape or one that the model does not have.
     """
     folder = model_folder(path)
     config = load_config(path)

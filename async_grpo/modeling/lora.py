@@ -274,7 +274,7 @@ def scaling_of(config: Mapping[str, Any]) -> float:
 
 
 def layers_in_file(folder: Path) -> list[str]:
-    """Return the names of the layers whose adapters a folder holds, sorted.
+    """Return the names of the layers whose adapters a folder contains, sorted.
 
     Raises:
         ConfigurationError: The weights are missing or unreadable, or not those of linear layers' adapters.

@@ -117,7 +117,7 @@ def _refuse_special(entry: Path, *, is_needed: bool) -> None:
 
 
 def _table(path: Path, max_bytes: int = MAX_CONFIG_BYTES) -> dict[str, Any]:
-    """Return the object in a JSON file, or raise ConfigurationError if the file cannot be read or holds no object."""
+    """Return the object in a JSON file, or raise ConfigurationError if the file cannot be read or contains no object."""
     try:
         content = read_json(path, max_bytes, follow_links=True)
     except OSError as error:

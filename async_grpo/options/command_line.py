@@ -250,8 +250,8 @@ def run_app(command: Any, argv: Sequence[str] | None, program: str | None) -> No
     try:
         result = command.main(args=arguments, prog_name=program, standalone_mode=False)
         if isinstance(result, ParsedCommand):
-            # Run the program outside of Typer's `main`. Inside, Typer would take a broken pipe of the program for one
-            # of its own output
+            # Run the program outside of Typer's `main`. Inside, Typer would think that a broken pipe of the program is
+            # its own
             result.run(result.config)
     except AsyncGrpoError as error:
         _end_with_error(str(error), error.exit_code, error)

@@ -20,7 +20,7 @@ from async_grpo.options.listed_values import split_table
 from async_grpo.options.source_file import is_file
 
 Fields = Sequence["dataclasses.Field[Any]"]
-# Values for the argument `form` of `option`. They also stand in error messages
+# Values for the argument `form` of `option`. Error messages contain them
 LIST = "a list"
 TABLE = "a table"
 COMMAS = "names and values with a comma are written as a table or a list in a TOML file, or as JSON on the command line"
@@ -280,6 +280,6 @@ def dashed(name: str) -> str:
 
 
 def refuse(condition: bool, message: str) -> None:
-    """Raise ConfigurationError with the message if the condition holds."""
+    """Raise ConfigurationError with the message if the condition is true."""
     if condition:
         raise ConfigurationError(message)

@@ -1,4 +1,4 @@
-"""Set up the log of a program: secrets are hidden, and an actor may write to a file of its own."""
+"""Set up the log of a program: secrets are hidden, and an actor may write to a separate file."""
 
 import logging
 import os

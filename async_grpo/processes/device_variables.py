@@ -17,7 +17,7 @@ DEVICE_PREFIXES = (
     "VLLM_",
 )
 COMPILERS = ("CC", "CXX")  # compilers with which Triton and Inductor build their launchers
-# Those of the prefixes whose variables are also passed to programs on other nodes
+# Prefixes of variables that are also passed to programs on other nodes
 CLUSTER_PREFIXES = ("FLASHINFER_", "FLASH_ATTN_", "NCCL_", "TORCH_NCCL_", "TRITON_", "VLLM_")
 # Suffixes of variables that name an interface, an address, an adapter or a path of one node
 NODE_ENDS = (
@@ -35,7 +35,7 @@ NODE_ENDS = (
     "_ROOT",
     "_SO",
 )
-# Words in the names of variables that hold a secret
+# Words in the names of variables that contain a secret
 SECRET_WORDS = frozenset("KEY KEYS TOKEN SECRET PASSWORD PASSWD CREDENTIAL CREDENTIALS".split())
 
 

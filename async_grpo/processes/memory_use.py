@@ -16,8 +16,8 @@ KIB = 1024
 # Within a step, freed memory is returned to the operating system if the process has grown by this factor since the last
 # return
 GROWTH_BEFORE_RETURN = 1.5
-# A smaller process keeps its freed memory: to assign 100 MB anew in each step would make the steps of a small model 7 %
-# slower
+# A smaller process keeps its freed memory: to get 100 MB from the system again in each step would make the steps of a
+# small model 7 % slower
 SMALL_PROCESS_BYTES = 1 << 30
 # Planned bytes of this process by its name in messages. There is at most one entry, because a process has one task
 _planned_bytes: dict[str, int] = {}

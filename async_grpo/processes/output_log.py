@@ -34,7 +34,7 @@ class OutputLog:
     def pipe(self, source: str) -> int:
         """Return the writing end of a pipe whose data goes to the log. The caller must close it.
 
-        A thread reads the pipe until all processes that hold it have ended.
+        A thread reads the pipe until all processes that have it open have ended.
 
         Args:
             source: Name of the process. The log has it in front of the process's output.

@@ -66,7 +66,7 @@ class GradientAccumulator:
         # Number of steps that were skipped one after the other until now, because their loss or gradient was not finite
         self._nonfinite_in_a_row = 0
         self._parameters = [parameter for parameter in self.policy.parameters() if parameter.requires_grad]
-        # Number of ranks that hold the same shard. A sum of squares over all ranks counts each shard this many times,
+        # Number of ranks that have the same shard. A sum of squares over all ranks counts each shard this many times,
         # so it is divided by this number
         self._num_copies = copies(self._parameters[0])
         self._waiting: list[BatchTensors] = []  # micro-batches that are kept until the end of their step

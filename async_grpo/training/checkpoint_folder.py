@@ -64,7 +64,8 @@ class Manifest:
     inputs: dict[str, str]  # sha256 of the run's input files, by the option that names them
     versions: dict[str, str]  # versions of this library and of those that it uses
     ended: str = ""  # why the run ended after this checkpoint; "" if it continued
-    # `LoraSettings` of the adapter in the checkpoint, which then holds no other weights; {} if all weights were trained
+    # `LoraSettings` of the adapter in the checkpoint, which then contains no other weights; {} if all weights were
+    # trained
     lora: dict[str, Any] = field(default_factory=dict)
     # sha256 of all files except the manifest, by relative path
     files: dict[str, str] = field(default_factory=dict)

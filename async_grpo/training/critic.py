@@ -34,7 +34,7 @@ class Critic:
 
     def __post_init__(self) -> None:
         self._parameters = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
-        # Number of ranks that hold the same shard. A sum of squares over all ranks is divided by it, as in
+        # Number of ranks that have the same shard. A sum of squares over all ranks is divided by it, as in
         # `GradientAccumulator`
         self._num_copies = copies(self._parameters[0])
 

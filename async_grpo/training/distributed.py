@@ -100,7 +100,7 @@ def distributed_run(device: str = "auto", *, timeout_s: float = 1800.0) -> Itera
         timeout_s: Longest duration of a collective.
 
     Raises:
-        ConfigurationError: The process has no GPU of its own although it should use one.
+        ConfigurationError: The process should use a GPU, but there are fewer GPUs than processes.
     """
     rank = int(os.environ.get("RANK", 0))
     world_size = int(os.environ.get("WORLD_SIZE", 1))

@@ -16,7 +16,7 @@ few bits. The differences (new - old, modulo 2**16) are sorted by their position
 significance are neighbors, and compressed by zlib. This takes a second for about 80 MB.
 
 vLLM's `sparse_nccl` weight transfer sends positions and values as well. It is not used here, because it writes them
-directly into the layers of the engine: the engine never holds a whole received tensor, whose digest the proof of a sync
+directly into the layers of the engine: the engine never has a whole received tensor, whose digest the proof of a sync
 compares, and layers that compute with packed copies of their weights would not see the change.
 """
 

@@ -234,7 +234,7 @@ class NCCLPublisher(Publisher):
                 raise
             self._leave_group()
             reason = WorkerLost(f"another engine was lost during the transfer to this engine ({error})")
-            # Each member holds only part of the weights, or still waits for them
+            # Each member has only part of the weights, or still waits for them
             for worker_id in tuple(engines.members):
                 engines.fence(worker_id, reason)
 

@@ -1,9 +1,9 @@
 """Read back the weights that a network computes with, by calling its layers with unit vectors.
 
 If the input of a linear layer is 1 at one position and 0 elsewhere, the output is exactly one column of its weight.
-This also holds if the layer computes with a packed or fused copy of the weight. Columns are compared by a sum of hashes
-of their values. The sum depends neither on the order nor on the number of tensors, because an engine may fuse, split or
-pad the tensors that it receives.
+This is also true if the layer computes with a packed or fused copy of the weight. Columns are compared by a sum of
+hashes of their values. The sum depends neither on the order nor on the number of tensors, because an engine may fuse,
+split or pad the tensors that it receives.
 """
 
 from functools import cache

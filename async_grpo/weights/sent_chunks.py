@@ -38,7 +38,8 @@ class SentChunks:
 
     def __init__(self, is_enabled: bool, traffic: Traffic) -> None:
         self._is_enabled = is_enabled
-        # Names of the tensors in a chunk -> digest and bytes of the chunk. A chunk holds the same tensors in each version
+        # Names of the tensors in a chunk -> digest and bytes of the chunk. A chunk contains the same tensors in each
+        # version
         self._last: dict[tuple[str, ...], tuple[str, np.ndarray]] = {}
         self._bases = self._last  # chunks of the version before, to which the changes apply
         self._package: WeightPackage | None = None  # the package of the last encoded chunk

@@ -24,8 +24,8 @@ class CpuGenerators(dict[int, torch.Generator]):
     """The generators of seeded requests in a batch.
 
     To undo the draw of an unfinished prefill, the generator returns to its state at the time when the request was added
-    to the batch. That state is correct, because a request makes no wanted draw before its prefill ends. The same holds
-    after a preemption, when the request is added and computed again.
+    to the batch. That state is correct, because a request makes no wanted draw before its prefill ends. This is also
+    true after a preemption, when the request is added and computed again.
     """
 
     def get(self, index: int, default: Any = None) -> Any:

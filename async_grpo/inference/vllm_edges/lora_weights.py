@@ -29,7 +29,7 @@ NUM_NAMES = 5  # maximum number of names in an error message
 
 @dataclass(frozen=True)
 class HeldMatrix:
-    """One matrix of the adapter, as a layer in this process holds it."""
+    """One matrix of the adapter with the values that a layer in this process has."""
 
     module: str  # name of the adapted module, such as "model.layers.0.self_attn.q_proj"
     kind: str  # "lora_A" or "lora_B"
@@ -133,7 +133,7 @@ class EngineLora:
         self._manager.activate_adapter(LORA_ID)
 
     def is_in_place(self) -> bool:
-        """Return whether the layers hold an adapter. Without it, the next request of the policy would end the engine."""
+        """Return whether the layers have an adapter. Without one, the next request of the policy would end the engine."""
         return LORA_ID in self._manager.lora_index_to_id
 
     def fingerprints(self) -> tuple[dict[str, int], dict[str, int]]:
@@ -154,10 +154,10 @@ class EngineLora:
         return used, received
 
     def _held_matrices(self, slot: int) -> Iterator[HeldMatrix]:
-        """Yield the matrices of one adapter as the layers hold them.
+        """Yield the matrices of one adapter with the values that the layers have.
 
         Args:
-            slot: Index of the adapter among those that the layers hold.
+            slot: Index of the adapter among those in the layers.
         """
         for path, layer in self._manager.modules.items():
             modules = self._manager.packed_modules.get(path, [path])

@@ -237,7 +237,7 @@ class FlowFolder:
 
 
 def is_flow_folder(path: str | Path) -> bool:
-    """Return whether a folder holds a pipeline of diffusers."""
+    """Return whether a folder contains a pipeline of diffusers."""
     return (Path(path).expanduser() / INDEX_FILE).is_file()
 
 
@@ -245,8 +245,8 @@ def read_flow_folder(path: str | Path) -> FlowFolder:
     """Return the description of the model in a folder, after checking that this library can train it.
 
     Raises:
-        ConfigurationError: The folder holds no pipeline of diffusers, one that is not known, or one with a part that is not
-            supported.
+        ConfigurationError: The folder contains no pipeline of diffusers, one that is not known, or one with a part that
+            is not supported.
     """
     folder = Path(path).expanduser()
     refuse(
