@@ -18,9 +18,9 @@ async def slow_countdown(sample: dict, low: float = 0.2, high: float = 4.0) -> d
 
 
 def grpo_whole_step(rewards, used, groups):
-    """Compute GRPO in a function that declares nothing.
+    """Compute GRPO in a plain function, which cannot declare that it needs only one group at a time.
 
-    So the library must assume that it needs the whole batch, and makes no micro-batch before all groups of the step are
+    So the library assumes that it needs the whole batch, and makes no micro-batch before all groups of the step are
     scored.
     """
     return grpo(rewards, used, groups)

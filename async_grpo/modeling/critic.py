@@ -35,9 +35,9 @@ class CriticModel(PolicyModel):
         loss_mask: Bool[Tensor, " packed"],
         images: ImageInputs | None = None,
     ) -> Float[Tensor, " packed"]:
-        """Return the values of the states from which the masked tokens are predicted, and 0 elsewhere.
+        """Return the value of the state before each token that `loss_mask` selects, and 0 at all other tokens.
 
-        The arguments are those of the policy.
+        The arguments are the same as those of `PolicyModel.forward`.
         """
         positions, states = self.states_before(input_ids, cu_seqlens, loss_mask, images)
         assert self.value_head is not None, "`__init__` makes it"

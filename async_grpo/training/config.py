@@ -56,7 +56,8 @@ class OptimizerConfig(Section):
         "adamw",
         "Optimizer. adamw_8bit stores AdamW's moments in 8 bits instead of 32, which saves three quarters of their "
         "memory. It needs the package extra adamw-8bit. muon trains the matrices of the layers by Muon, and embeddings, "
-        "the output head, vectors and a value head by AdamW. Both use --learning-rate, except for a value head.",
+        "the output head, vectors and a value head by AdamW. Muon and AdamW use the same --learning-rate, except for "
+        "a value head.",
         choices=("adamw", "adamw_8bit", "muon"),
     )
     muon_momentum: float = _optimizer(

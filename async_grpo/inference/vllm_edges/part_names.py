@@ -20,7 +20,7 @@ def by_received_names(
     """Return fingerprints by the places of the received names.
 
     Args:
-        model: vLLM's model. The places of a model of texts stay as they are.
+        model: vLLM's model. If it reads only texts, its names are those of transformers, and the result is `used`.
         used: Fingerprints by vLLM's places (`weights_in_use.fingerprints_in_use`).
         names: Names of the tensors that the engine has received.
     """

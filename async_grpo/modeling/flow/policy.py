@@ -218,7 +218,14 @@ class FlowPolicy(nn.Module):
         prompts: PromptInputs,
         schedule: FlowSchedule | None = None,
     ) -> Float[Tensor, "steps channels height width"]:
-        """Return the model's velocity at states before steps, whose times are in the policy's or in another schedule."""
+        """Return the model's velocity at the states `x`, which are the states before denoising steps.
+
+        Args:
+            x: The states.
+            steps: Index of each step in the schedule.
+            prompts: The prompt of each step's picture.
+            schedule: The times of the steps; None means the policy's schedule.
+        """
         times = (schedule or self.schedule).times(steps)
         return self._predicted(self.model, x, times.timesteps, prompts)
 
