@@ -64,15 +64,13 @@ class FlowFolder:
 
     path: Path
     family: FlowFamily
-    labels: Mapping[
-        str, int
-    ]  # name of a label -> its number, which the model is conditioned on; {} if it reads texts
+    # Name of a label -> the number by which the model knows it; {} if the model reads texts
+    labels: Mapping[str, int]
     model_config: Mapping[str, Any]  # transformer/config.json
     scheduler_config: Mapping[str, Any]
     vae_config: Mapping[str, Any]  # vae/config.json; {} without a VAE
-    part_classes: Mapping[
-        str, str
-    ]  # part of the pipeline -> its class; the transformer and the scheduler are left out
+    # Part of the pipeline -> its class; the transformer and the scheduler are left out
+    part_classes: Mapping[str, str]
     picture_size: int = 0  # height and width in pixels; 0 means the model's own
 
     @property
