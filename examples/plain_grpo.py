@@ -102,12 +102,10 @@ def sample(model: Any, tokenizer: Any, rows: list[Row], max_new_tokens: int) -> 
         inputs = tokens[-1][:, None]
     completions = torch.stack(tokens, 1)
     mask = torch.stack(masks, 1)
-    texts = [
-        tokenizer.decode(
-            [token for token in ids[keep].tolist() if token not in ends], skip_special_tokens=False
-        )
-        for ids, keep in zip(completions, mask, strict=True)
-    ]
+    texts = []
+    for ids, keep in zip(completions, mask, strict=True):
+        text_ids = [token for token in ids[keep].tolist() if token not in ends]
+        texts.append(tokenizer.decode(text_ids, skip_special_tokens=False))
     return Rollout(torch.cat([token_ids, completions], 1), attention, mask, torch.stack(logprobs, 1), texts)
 
 

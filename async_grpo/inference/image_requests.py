@@ -116,9 +116,10 @@ class ImageRequest:
             ImagesDiffer: An image changed since the start of the run, or vLLM expands the prompt to other token ids.
         """
         expected = token_ids.tolist()
+        decoded_images = [await asyncio.to_thread(read_image, image) for image in images]
         prompt = {
             "prompt_token_ids": unexpanded(expected, images, image_token_id),
-            "multi_modal_data": {"image": [await asyncio.to_thread(read_image, image) for image in images]},
+            "multi_modal_data": {"image": decoded_images},
             "multi_modal_uuids": {"image": [image.digest for image in images]},
         }
         (engine_input,) = await engine.renderer.render_cmpl_async([prompt])

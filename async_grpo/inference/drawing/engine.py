@@ -217,11 +217,9 @@ class DrawingEngine:
         schedule = denoising.schedule
         states = torch.stack([picture.state for picture in pictures]).to(device)
         steps = torch.tensor([picture.step for picture in pictures], device=device)
-        prompts = PromptInputs.of_steps(
-            torch.tensor([picture.prompt.label for picture in pictures], device=device),
-            [picture.prompt.condition for picture in pictures],
-            range(len(pictures)),
-        )
+        labels = torch.tensor([picture.prompt.label for picture in pictures], device=device)
+        conditions = [picture.prompt.condition for picture in pictures]
+        prompts = PromptInputs.of_steps(labels, conditions, range(len(pictures)))
         velocities = self._policy.velocity(states, steps, prompts, schedule)
         times = schedule.times(steps)
         next_states = ode_step(states, velocities, times.begin, times.end)
