@@ -20,7 +20,7 @@ from async_grpo.weights.config import get_transport
 
 
 def broken_values(c: RunOptions) -> Broken:
-    """Find combinations that are wrong for every model, data set and reward registry."""
+    """Find combinations of options that are wrong for every model, data set and reward registry."""
     yield from _broken_recipe(c)
     yield from _broken_drawing(c)
     yield from _broken_truncation(c)

@@ -40,7 +40,7 @@ class ProcessState:
     status: str  # psutil's name of the status: running, sleeping, stopped, ...
     cores: float = 0.0  # CPU seconds used per second
     memory_mb: float = 0.0
-    stack: str = ""  # py-spy's output, or the reason why there is none
+    stack: str = ""  # output of py-spy, or why it could not read the stack
 
     def __str__(self) -> str:
         return f"{self.role} (process {self.pid}, {self.status}, {self.cores:.0%} of a core)"

@@ -22,8 +22,8 @@ from vllm.v1.worker.gpu_input_batch import InputBatch
 
 # Extra argument of a request: number of tokens that a lost engine has drawn with the same seed
 DRAWN = "drawn"
-# Generator of a request -> its state when the request was last added to a batch. After a preemption, vLLM adds the
-# request again
+# For the random generator of each request: its state when vLLM last added the request to a batch. After a preemption,
+# vLLM adds the request again
 BEGIN_STATES = WeakKeyDictionary[torch.Generator, torch.Tensor]()
 
 _add_request = InputBatch.add_request
