@@ -87,6 +87,7 @@ class Estimator:
             advantages, and must not be left out or replaced.
         needs_all_rewards: A sample counts only if every adapter gave it a reward. If `rewards` is TOTAL, this applies
             only to runs with process rewards. In other runs, the status of the combined verdict decides.
+        divides_by_mean: The result is divided by the mean reward of the group, so rewards must not be negative.
         ignores_rewards: No reward changes the result. So samples without a reward also count, and groups of a single
             sample.
         inputs: Additional inputs, name -> function of a `Sample` that returns a number, or one number per completion
@@ -106,6 +107,7 @@ class Estimator:
     needs_group: bool = True
     compares_with_batch: bool = False
     needs_all_rewards: bool = False
+    divides_by_mean: bool = False
     ignores_rewards: bool = False
     inputs: Mapping[str, Callable[[Any], Any]] = field(default_factory=dict)
     critic_returns: (
@@ -293,7 +295,7 @@ ADVANTAGE_ESTIMATORS: dict[str, Estimator] = {
     "rloo": Estimator(outcomes.rloo, group_local=True, sums=True),
     "opo": Estimator(outcomes.opo, group_local=True, sums=True),
     "grpo_passk": Estimator(outcomes.grpo_passk, group_local=True, sums=True),
-    "max_rl": Estimator(outcomes.max_rl, group_local=True, sums=True),
+    "max_rl": Estimator(outcomes.max_rl, group_local=True, sums=True, divides_by_mean=True),
     "remax": Estimator(processes.remax, group_local=True, needs_group=False, flat_between_rewards=True),
     "gpg": Estimator(outcomes.gpg, sums=True),
     "grpo_batch_std": Estimator(outcomes.grpo_batch_std, sums=True),

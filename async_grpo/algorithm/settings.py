@@ -3,13 +3,14 @@
 from collections.abc import Mapping
 from typing import Any
 
-from async_grpo.options.fields import NOT_NEGATIVE, SHARE, is_number, parse_assignments, refuse
+from async_grpo.options.fields import BELOW_ONE, NOT_NEGATIVE, SHARE, is_number, parse_assignments, refuse
 
 # Allowed ranges of options by name, for every estimator or loss that has them. clip_low is at most 1, because a ratio
 # is never below 0
 RANGES = {
     "estimator-options": {
-        **dict.fromkeys(("gamma", "lam", "critic_lam", "decay"), SHARE),
+        **dict.fromkeys(("gamma", "lam", "critic_lam"), SHARE),
+        "decay": BELOW_ONE,  # with 1, a running mean would stay 0
         **dict.fromkeys(("eps", "alpha"), NOT_NEGATIVE),
     },
     "loss-options": {

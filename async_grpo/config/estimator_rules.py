@@ -1,7 +1,8 @@
 """Rules for the advantage estimator: groups of one sample, the critic, and options that an estimator cannot use."""
 
-from async_grpo.config.rules import Broken, idle, warn
+from async_grpo.config.rules import Broken, changed_options, idle, warn
 from async_grpo.config.run_options import RunOptions
+from async_grpo.options.fields import dashed
 
 
 def broken_estimator(c: RunOptions) -> Broken:
@@ -41,6 +42,13 @@ def broken_estimator(c: RunOptions) -> Broken:
             "do not go together: the KL would be a reward of every token, but the estimator compares steps; use the KL "
             "in the loss",
         )
+    if estimator.divides_by_mean:
+        for name in changed_options(c, ("overlong_buffer", "kl_in_reward")):
+            yield (
+                f"advantage_estimator {name}",
+                "do not go together: the estimator divides by the mean reward of a group, which a penalty can bring near "
+                f"to 0: leave --{dashed(name)} out",
+            )
     if c.zero_variance != "keep" and estimator.compares_with_batch:
         yield (
             "advantage_estimator zero_variance",

@@ -37,6 +37,7 @@ class Range(NamedTuple):
 POSITIVE = Range("must be above 0", lambda value: value > 0)
 NOT_NEGATIVE = Range("cannot be negative", lambda value: value >= 0)
 SHARE = Range("is a share between 0 and 1", lambda value: 0 <= value <= 1)
+BELOW_ONE = Range("must lie between 0 and 1 (without 1)", lambda value: 0 <= value < 1)
 POSITIVE_SHARE = Range("is a share above 0 and at most 1", lambda value: 0 < value <= 1)
 
 

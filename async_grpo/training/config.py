@@ -3,10 +3,9 @@
 from dataclasses import dataclass
 from functools import partial
 
-from async_grpo.options.fields import NOT_NEGATIVE, POSITIVE, Range, Section, option
+from async_grpo.options.fields import BELOW_ONE, NOT_NEGATIVE, POSITIVE, Section, option
 
 DECAYS_TO_ZERO = ("linear", "cosine")  # schedules that reach 0 at the last step of the run
-BELOW_ONE = Range("must lie between 0 and 1 (without 1)", lambda value: 0 <= value < 1)
 
 _optimizer = partial(option, panel="Optimizer", portable=True)
 

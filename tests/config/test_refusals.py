@@ -131,6 +131,18 @@ METHODS = [  # refused once the estimator, the loss, the schedule or the transpo
     ({"policy_loss": "kl_cov", "loss_options": "ratio=2"}, r"must lie in \(0, 1"),
     ({"advantage_estimator": "gae", "estimator_options": "gamma=7"}, "between 0 and 1"),
     ({"advantage_estimator": "gae", "estimator_options": "whiten=1"}, "must be true or false"),
+    (
+        {"advantage_estimator": "running_mean", "estimator_options": "decay=1"},
+        "--estimator-options decay=1: it must lie between 0 and 1 .without 1.",
+    ),
+    (
+        {"advantage_estimator": "max_rl", "overlong_buffer": 0.2},
+        "--advantage-estimator max_rl --overlong-buffer 0.2 do not go together: the estimator divides by the mean reward",
+    ),
+    (
+        {"advantage_estimator": "max_rl", "kl_coef": 0.1, "kl_in_reward": True},
+        "leave --kl-in-reward out",
+    ),
     ({"estimator_options": "lam=0.9"}, "has no option lam; it has eps"),
     ({"lr_scheduler": "cosine", "num_training_batches": 10}, "which must lie beyond the warm-up"),
     ({"advantage_estimator": "gae", "zero_variance": "filter"}, "groups of equal rewards teach an estimator"),
