@@ -1,9 +1,13 @@
 """Runs of the whole chain (Ray, vLLM, FSDP) as processes: their options, what they wrote, what they left behind."""
 
 import json
+import os
 import subprocess
+import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import psutil
 
@@ -26,6 +30,21 @@ OPTIONS = {
     "experience-timeout-s": 120,
     "dump-samples-filename": "samples.jsonl",
 }
+
+
+def start_run(folder: Path, options: Mapping[str, Any]) -> subprocess.Popen:
+    """Start a run that writes into the folder. Its RUN_MARK, which `left_behind` looks for, is the folder."""
+    named = {**options, "output-dir": folder, "run-name": folder.name}
+    command = [sys.executable, "-m", "async_grpo", "run", "--enforce-eager"]
+    for name, value in named.items():
+        command.append(f"--{name}" if value is True else f"--{name}={value}")
+    return subprocess.Popen(
+        command,
+        env={**os.environ, "RUN_MARK": str(folder)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
 
 
 def left_behind(folder: Path) -> list[str]:

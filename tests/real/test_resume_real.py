@@ -1,15 +1,13 @@
 """A run on real parts (Ray, vLLM, FSDP ranks) that is told to end, or killed, or out of time, goes on where it was."""
 
-import os
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
 from long_tests import long_test
-from real_runs import OPTIONS, left_behind, lines, wait_for_step
+from real_runs import OPTIONS, left_behind, lines, start_run, wait_for_step
 
 from async_grpo.training.checkpoint_folder import newest
 
@@ -18,9 +16,7 @@ STEPS, GROUPS = 20, 64
 
 
 def start(folder: Path, **changes) -> subprocess.Popen:
-    own = {
-        "output-dir": folder,
-        "run-name": folder.name,
+    options = {
         "num-training-batches": STEPS,
         "checkpoint-every-s": 1,
         "kl-coef": 0,  # processes less at each of its starts
@@ -32,11 +28,7 @@ def start(folder: Path, **changes) -> subprocess.Popen:
         "critic-model": "same",
         "critic-warmup-steps": 2,
     }
-    command = [sys.executable, "-m", "async_grpo", "run", "--enforce-eager"]
-    command += [f"--{name}={value}" for name, value in (OPTIONS | own | changes).items()]
-    environment = {**os.environ, "RUN_MARK": str(folder)}
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    return subprocess.Popen(command, env=environment, **pipes)
+    return start_run(folder, OPTIONS | options | changes)
 
 
 def check_whole(folder: Path) -> None:
