@@ -1,7 +1,7 @@
 """Run every recipe, estimator and loss with a real engine, verifier and trainer. Does the held-out accuracy rise?
 
     python -m benchmarks.recipes --what recipes --steps 40
-    python -m benchmarks.recipes --what estimators losses --steps 3
+    python -m benchmarks.recipes --what recipes estimators losses --steps 3
 
 It prints the accuracy before and after, and the last step's reward. With 3 steps it shows only that every name runs to
 its end on a real engine, a real verifier and a real FSDP trainer.
@@ -12,32 +12,30 @@ import argparse
 from async_grpo.algorithm.advantages import ADVANTAGE_ESTIMATORS
 from async_grpo.algorithm.losses import POLICY_LOSSES
 from async_grpo.config.recipes import RECIPES
-from benchmarks.runs import countdown_run
+from benchmarks.runs import DATA, countdown_run
 
-PROCESS = "--reward-fns=countdown_steps"
-# The recipe trains only the critic in the first 50 steps. None would be left for the policy
-SHORT = {"vapo": ("--critic-warmup-steps=1",)}
+# Further options of a recipe or an estimator
+OPTIONS = {
+    **dict.fromkeys(("process", "grpo_process", "prime_rloo"), ("--reward-fns=countdown_steps",)),
+    **dict.fromkeys(("opd", "teacher"), (f"--teacher={DATA / 'tiny-model'}",)),
+    # The recipe trains only the critic in the first 50 steps. None would be left for the policy
+    "vapo": ("--critic-warmup-steps=1",),
+    # `countdown_run` asks each question several times
+    "flash_reinforce": ("--samples-per-question=1", "--batch-size=128"),
+}
 
 
 def cases(what: list[str]) -> dict[str, tuple[str, ...]]:
     """Return the options of each run, by name."""
     found: dict[str, tuple[str, ...]] = {}
     if "recipes" in what:
-        for name in RECIPES:
-            options = (f"--recipe={name}", *_rewards(name == "process"), *SHORT.get(name, ()))
-            found[f"recipe {name}"] = options
+        found |= {f"recipe {name}": (f"--recipe={name}", *OPTIONS.get(name, ())) for name in RECIPES}
     if "estimators" in what:
-        found |= {
-            f"estimator {name}": (f"--advantage-estimator={name}", *_rewards(not estimator.outcome))
-            for name, estimator in ADVANTAGE_ESTIMATORS.items()
-        }
+        for name in ADVANTAGE_ESTIMATORS:
+            found[f"estimator {name}"] = (f"--advantage-estimator={name}", *OPTIONS.get(name, ()))
     if "losses" in what:
         found |= {f"loss {name}": (f"--policy-loss={name}",) for name in POLICY_LOSSES}
     return found
-
-
-def _rewards(process: bool) -> tuple[str, ...]:
-    return (PROCESS,) if process else ()
 
 
 def main() -> None:

@@ -180,15 +180,29 @@ def verl_kl(inputs: Inputs, kind: str, *, verl: Any) -> Tensor:
 
 def verl_advantages(inputs: Inputs, name: str, *, verl: Any, **settings: Any) -> Tensor:
     """Return the advantages of one of verl's estimators, with the reward on the last token of each sample."""
+    mask = inputs["mask"].to(inputs["rewards"].dtype)
+    index = [int(group) for group in inputs["groups"]]
+    advantages, _ = verl.get_adv_estimator_fn(name)(
+        token_level_rewards=_rewards_on_last_tokens(inputs), response_mask=mask, index=index, **settings
+    )
+    return advantages * mask
+
+
+def verl_gae(inputs: Inputs, gamma: float, lam: float, *, verl: Any) -> Tensor:
+    """Return verl's whitened advantages with a critic, with the reward on the last token of each sample."""
+    mask = inputs["mask"].to(inputs["rewards"].dtype)
+    advantages, _ = verl.compute_gae_advantage_return(
+        _rewards_on_last_tokens(inputs), inputs["values"], mask, gamma, lam
+    )
+    return advantages * mask
+
+
+def _rewards_on_last_tokens(inputs: Inputs) -> Tensor:
     mask = inputs["mask"]
     last = mask.shape[1] - 1 - mask.flip(1).argmax(dim=1)
     rewards = torch.zeros_like(inputs["logprobs"].detach())
     rewards[torch.arange(len(mask)), last] = inputs["rewards"]
-    index = [int(group) for group in inputs["groups"]]
-    advantages, _ = verl.get_adv_estimator_fn(name)(
-        token_level_rewards=rewards, response_mask=mask.to(rewards.dtype), index=index, **settings
-    )
-    return advantages * mask
+    return rewards
 
 
 def load_openrlhf(folder: Path) -> Any:
@@ -238,5 +252,6 @@ def loaded(folder: Path) -> dict[str, Any]:
         "verl": partial(verl_loss, verl=verl),
         "verl_kl": partial(verl_kl, verl=verl),
         "verl_advantages": partial(verl_advantages, verl=verl),
+        "verl_gae": partial(verl_gae, verl=verl),
         "openrlhf": partial(openrlhf_loss, openrlhf=openrlhf),
     }

@@ -9,6 +9,7 @@ import importlib.metadata
 import json
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -52,6 +53,7 @@ def make_inputs() -> Inputs:
         "entropy": normal(ROWS, TOKENS).abs(),
         "advantages": advantages,
         "rewards": torch.tensor([1.0, 0.0, 0.25, 0.0, 1.0, 1.0], dtype=torch.float64),
+        "values": normal(ROWS, TOKENS) / 2,
         "groups": torch.tensor([0, 0, 0, 1, 1, 1]),
         "mask": mask,
     }
@@ -132,6 +134,7 @@ ESTIMATORS: dict[str, dict[str, Any]] = {
     "opo": {},
     "gpg": {},
     "reinforce_plus_plus_baseline": {},
+    "reinforce_plus_plus": {"config": SimpleNamespace(gamma=0.9)},
 }
 
 
@@ -155,6 +158,7 @@ def library_values(folder: Path) -> dict[str, Any]:
         advantages[f"verl {name}"] = functions["verl_advantages"](inputs, name, **arguments).tolist()
     plain = functions["verl_advantages"](inputs, "grpo", norm_adv_by_std_in_grpo=False)
     advantages["verl dr_grpo"] = plain.tolist()
+    advantages["verl gae"] = functions["verl_gae"](inputs, gamma=0.9, lam=0.8).tolist()
     return {
         "made by": "scripts/compare_losses --record",
         "versions": {"trl": importlib.metadata.version("trl")}

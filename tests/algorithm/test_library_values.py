@@ -181,13 +181,23 @@ def test_the_numbers_reach_every_branch_that_the_comparison_is_about():
     assert (weights > 3).any() and (weights < 3).any()
 
 
+SETTINGS_OF_ESTIMATORS = {
+    "trl": {"eps": 1e-4},
+    "verl reinforce_plus_plus": {"gamma": 0.9},
+    "verl gae": {"gamma": 0.9, "lam": 0.8, "values": INPUTS["values"]},
+}
+
+
 @pytest.mark.parametrize("name", VALUES["advantages"])
 def test_advantages_are_those_of_the_library(name):
     library, _, estimator = name.partition(" ")
-    options = {"eps": 1e-4} if library == "trl" else {}
+    mask = INPUTS["mask"]
+    last = mask.shape[1] - 1 - mask.flip(1).argmax(dim=1)
     rewards = torch.zeros_like(INPUTS["logprobs"])
-    rewards[:, 0] = INPUTS["rewards"]
-    ours = ADVANTAGE_ESTIMATORS[estimator or "grpo"](rewards, INPUTS["mask"], INPUTS["groups"], **options)
+    rewards[torch.arange(len(mask)), last] = INPUTS["rewards"]
+    ours = ADVANTAGE_ESTIMATORS[estimator or "grpo"](
+        rewards, mask, INPUTS["groups"], **SETTINGS_OF_ESTIMATORS.get(name, {})
+    )
     theirs = torch.tensor(VALUES["advantages"][name], dtype=torch.float64)
     assert equal(ours[:, 0] if library == "trl" else ours, theirs)
 

@@ -64,7 +64,7 @@ def test_a_short_real_run_of_a_recipe_does_what_it_says(name, tmp_path):
     """Real Ray, vLLM, verifiers and FSDP: three steps, and the marks that the recipe leaves in the metrics.
 
     grpo, with its reference, runs in tests/real/test_whole_chain.py, rewards of steps in
-    tests/real/test_environment_real.py, and all seven recipes in `benchmarks.recipes`.
+    tests/real/test_environment_real.py, and all recipes in `benchmarks.recipes`.
     """
     data, reward = ROOT / "sample-data", "countdown_steps" if name == "process" else "countdown"
     command = [
