@@ -1,7 +1,10 @@
 """`--critic-model`: the folder from which a separate critic model starts, and the check that it fits the policy."""
 
+from pathlib import Path
+
 from async_grpo.config.run import RunConfig
 from async_grpo.errors import ConfigurationError
+from async_grpo.options.fields import refuse
 
 SAME = "same"  # value of `--critic-model` for the folder of the policy
 
@@ -21,6 +24,11 @@ def check_critic_model(config: RunConfig) -> None:
     """
     if config.critic_model in (None, SAME):
         return
+    refuse(
+        # An empty name would be the current folder
+        not config.critic_model or not Path(config.critic_model).expanduser().is_dir(),
+        f"--critic-model {config.critic_model}: there is no such folder; give the folder of a model, or `same`",
+    )
     from async_grpo.modeling.auto_classes import reads_images
     from async_grpo.modeling.load import load_config
 

@@ -165,6 +165,12 @@ def test_a_critic_that_cannot_read_the_policys_tokens_is_refused(tmp_path):
     check_critic_model(chain_config(**OWN_CRITIC, model_name_or_path=str(policy)))
 
 
+@pytest.mark.parametrize("folder", ["", "no/such/folder"])
+def test_a_critic_whose_folder_does_not_exist_is_refused_by_the_name_of_its_option(folder):
+    with pytest.raises(ConfigurationError, match=f"--critic-model {folder}: there is no such folder"):
+        check_critic_model(chain_config(**OWN_CRITIC | {"critic_model": folder}))
+
+
 def test_the_plan_counts_weights_gradients_and_moments_of_the_critic():
     assert critic_rank_bytes(chain_config(**OWN_CRITIC), 2, 1000) == 16 * 1000 / 2
     assert critic_rank_bytes(chain_config(**OWN_CRITIC, optimizer="adamw_8bit"), 1, 1000) == 10 * 1000
