@@ -12,14 +12,14 @@ from async_grpo.config.loss_rules import broken_loss_terms
 from async_grpo.config.pass_rules import broken_loss_of_passes, broken_passes, waits_for_passes
 from async_grpo.config.recipes import RECIPES
 from async_grpo.config.reference_rules import broken_reference, broken_reference_transport
-from async_grpo.config.rules import Broken, changed_options, idle, refuse_broken, warn
+from async_grpo.config.rules import BrokenRules, changed_options, idle, refuse_broken, warn
 from async_grpo.config.run_options import RunOptions
 from async_grpo.options.fields import dashed
 from async_grpo.training.config import DECAYS_TO_ZERO
 from async_grpo.weights.config import get_transport
 
 
-def broken_values(c: RunOptions) -> Broken:
+def broken_values(c: RunOptions) -> BrokenRules:
     """Find combinations of options that are wrong for every model, data set and reward registry."""
     yield from _broken_recipe(c)
     yield from _broken_drawing(c)
@@ -62,7 +62,7 @@ NOT_WITH_DRAWING = """
 """.split()
 
 
-def _broken_drawing(c: RunOptions) -> Broken:
+def _broken_drawing(c: RunOptions) -> BrokenRules:
     """Find options that a policy that draws cannot use, or that only such a policy uses."""
     if not c.draws:
         yield from idle(
@@ -94,7 +94,7 @@ def _broken_drawing(c: RunOptions) -> Broken:
         )
 
 
-def _broken_truncation(c: RunOptions) -> Broken:
+def _broken_truncation(c: RunOptions) -> BrokenRules:
     """Find sampling rules that leave a single token. Its probability would always be 1, so nothing could be learned."""
     if c.top_k == 1:
         yield "top_k", "leaves a single token, so that nothing can be learned: give at least 2, or 0"
@@ -102,7 +102,7 @@ def _broken_truncation(c: RunOptions) -> Broken:
         yield "min_p", "leaves a single token, so that nothing can be learned: give less, such as 0.05, or 0"
 
 
-def _broken_recipe(c: RunOptions) -> Broken:
+def _broken_recipe(c: RunOptions) -> BrokenRules:
     """Find a recipe that is named but whose values were not applied: the configuration was made without `from_options`."""
     preset = RECIPES.get(c.recipe or "", {})
     fields = type(c).__dataclass_fields__
@@ -111,7 +111,7 @@ def _broken_recipe(c: RunOptions) -> Broken:
         yield "recipe", "was named but not applied: use RunConfig.from_options({...}, explicit_names={...})"
 
 
-def _broken_sizes(c: RunOptions) -> Broken:
+def _broken_sizes(c: RunOptions) -> BrokenRules:
     """Find sizes of groups, steps and batches that do not fit together."""
     group_size = c.samples_per_question
     # With the default of --min-valid-samples, 2, groups of a single sample are allowed
@@ -152,7 +152,7 @@ def _broken_sizes(c: RunOptions) -> Broken:
         )
 
 
-def _broken_sleep(c: RunOptions) -> Broken:
+def _broken_sleep(c: RunOptions) -> BrokenRules:
     """Find options with which engines cannot sleep while the trainer computes."""
     if not c.sleep_level:
         return
@@ -182,7 +182,7 @@ def _broken_sleep(c: RunOptions) -> Broken:
         )
 
 
-def _broken_rejection(c: RunOptions) -> Broken:
+def _broken_rejection(c: RunOptions) -> BrokenRules:
     """Find bounds of token rejection that would reject tokens without any mismatch, or reject nothing."""
     flags = "rejection_statistic rejection_low rejection_high"
     if c.rejection_statistic is None:
@@ -208,7 +208,7 @@ def _broken_rejection(c: RunOptions) -> Broken:
         )
 
 
-def _idle_values(c: RunOptions) -> Broken:
+def _idle_values(c: RunOptions) -> BrokenRules:
     """Find options that have no effect because of another option. If this is harmless, it only causes a warning."""
     weighs = c.importance_level != "none"
     resamples = c.zero_variance == "resample" or "refill" in c.failure_policies.values()
@@ -261,7 +261,7 @@ def check_methods(config: RunOptions) -> None:
     refuse_broken(config, _broken_methods(config))
 
 
-def _broken_methods(c: RunOptions) -> Broken:
+def _broken_methods(c: RunOptions) -> BrokenRules:
     if c.draws and (c.estimator.needs_critic or c.estimator.process):
         yield (
             "policy advantage_estimator",
@@ -288,7 +288,7 @@ def _broken_methods(c: RunOptions) -> Broken:
         )
 
 
-def _broken_loss(c: RunOptions) -> Broken:
+def _broken_loss(c: RunOptions) -> BrokenRules:
     loss = c.loss
     # With one pass, the old policy is the trained policy itself, so every ratio is 1
     is_ratio_one = c.old_policy == "current" and c.passes_per_batch == 1

@@ -1,11 +1,11 @@
 """Rules for the advantage estimator: groups of one sample, the critic, and options that an estimator cannot use."""
 
-from async_grpo.config.rules import Broken, changed_options, idle, warn
+from async_grpo.config.rules import BrokenRules, changed_options, idle, warn
 from async_grpo.config.run_options import RunOptions
 from async_grpo.options.fields import dashed
 
 
-def broken_estimator(c: RunOptions) -> Broken:
+def broken_estimator(c: RunOptions) -> BrokenRules:
     """Find options that the advantage estimator cannot use, and options that are missing for it."""
     estimator = c.estimator
     if estimator.needs_group and c.samples_per_question == 1:
@@ -56,7 +56,7 @@ def broken_estimator(c: RunOptions) -> Broken:
         )
 
 
-def _broken_critic(c: RunOptions) -> Broken:
+def _broken_critic(c: RunOptions) -> BrokenRules:
     """Find options of a critic that have no effect, or that contradict each other."""
     if not c.estimator.needs_critic:
         yield from idle(

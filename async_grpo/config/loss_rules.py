@@ -1,10 +1,10 @@
 """Rules for the options of single terms of the loss: the unbiased KL, the squared log-ratio, and observations."""
 
-from async_grpo.config.rules import Broken
+from async_grpo.config.rules import BrokenRules
 from async_grpo.config.run_options import RunOptions
 
 
-def broken_loss_terms(c: RunOptions) -> Broken:
+def broken_loss_terms(c: RunOptions) -> BrokenRules:
     """Find terms of the loss that would be wrong or always 0."""
     if c.observation_coef and c.truncation is not None:
         yield (

@@ -1,14 +1,10 @@
 """Rules for options that do not fit several passes over each batch (`--passes-per-batch`); see `compatibility`."""
 
-from collections.abc import Iterator
-
+from async_grpo.config.rules import BrokenRules
 from async_grpo.config.run_options import RunOptions
 
-# For each broken rule: the names of its options, separated by spaces, and a message that is printed after their values
-Broken = Iterator[tuple[str, str]]
 
-
-def broken_passes(c: RunOptions) -> Broken:
+def broken_passes(c: RunOptions) -> BrokenRules:
     """Find options that do not fit several passes, whatever the loss and the estimator are. Check the sizes before."""
     if c.passes_per_batch == 1:
         if c.passes_max_kl is not None:
@@ -49,7 +45,7 @@ def broken_passes(c: RunOptions) -> Broken:
         )
 
 
-def waits_for_passes(c: RunOptions) -> Broken:
+def waits_for_passes(c: RunOptions) -> BrokenRules:
     """Find a bound on staleness with which engines wait while the trainer computes. This only causes a warning."""
     if c.passes_per_batch > 1 and c.max_staleness and not c.generates_ahead and not c.sleep_level:
         yield (
@@ -59,7 +55,7 @@ def waits_for_passes(c: RunOptions) -> Broken:
         )
 
 
-def broken_loss_of_passes(c: RunOptions) -> Broken:
+def broken_loss_of_passes(c: RunOptions) -> BrokenRules:
     """Find a loss that would ignore how far earlier passes over the batch have moved the policy."""
     if c.passes_per_batch == 1 or c.loss.uses_ratio:
         return

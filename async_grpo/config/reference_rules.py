@@ -1,15 +1,11 @@
 """Rules for a reference policy that moves (`--ref-update-steps`); see `compatibility`."""
 
-from collections.abc import Iterator
-
+from async_grpo.config.rules import BrokenRules
 from async_grpo.config.run_options import RunOptions
 from async_grpo.weights.config import get_transport
 
-# For each broken rule: the names of its options, separated by spaces, and a message that is printed after their values
-Broken = Iterator[tuple[str, str]]
 
-
-def broken_reference(c: RunOptions) -> Broken:
+def broken_reference(c: RunOptions) -> BrokenRules:
     """Find options that cannot be combined with a moving reference."""
     if c.has_lora:
         yield (
@@ -33,7 +29,7 @@ def broken_reference(c: RunOptions) -> Broken:
         )
 
 
-def broken_reference_transport(c: RunOptions) -> Broken:
+def broken_reference_transport(c: RunOptions) -> BrokenRules:
     """Find a transport that cannot send weights to reference workers."""
     if c.moves_reference and not get_transport(c.weight_transport).sends_packages:
         yield (

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from async_grpo.config.rules import Broken, idle, refuse_broken
+from async_grpo.config.rules import BrokenRules, idle, refuse_broken
 from async_grpo.config.run import RunConfig
 from async_grpo.errors import ConfigurationError
 from async_grpo.experience.config import OUTCOME, OVERLONG, RunFacts
@@ -132,7 +132,7 @@ def check_rewards(config: RunConfig, rewards: ResolvedRewards) -> None:
     _ = config.combination
 
 
-def _broken_methods(c: RunConfig, r: ResolvedRewards) -> Broken:
+def _broken_methods(c: RunConfig, r: ResolvedRewards) -> BrokenRules:
     """Find rewards that do not fit the estimator or `--reward-combine`."""
     fills = any(policy not in ("mask", "refill") for policy in c.failure_policies.values())
     yield from _broken_process_rewards(c, r, fills)
@@ -166,7 +166,7 @@ def _broken_methods(c: RunConfig, r: ResolvedRewards) -> Broken:
         )
 
 
-def _broken_process_rewards(c: RunConfig, r: ResolvedRewards, fills: bool) -> Broken:
+def _broken_process_rewards(c: RunConfig, r: ResolvedRewards, fills: bool) -> BrokenRules:
     """Find process rewards that do not fit the options, and outcome rewards where only process rewards fit.
 
     Args:
@@ -196,7 +196,7 @@ def _broken_process_rewards(c: RunConfig, r: ResolvedRewards, fills: bool) -> Br
         )
 
 
-def _broken_names(c: RunConfig, r: ResolvedRewards) -> Broken:
+def _broken_names(c: RunConfig, r: ResolvedRewards) -> BrokenRules:
     """Find options that name unknown rewards."""
     unknown = _unknown(c.weights_by_name, weighable(c, r))
     if unknown:
@@ -220,7 +220,7 @@ def _unknown(names: Iterable[str], known_names: Iterable[str]) -> str:
     return ", ".join(sorted(set(names) - set(known_names)))
 
 
-def _broken_roles(c: RunConfig, r: ResolvedRewards) -> Broken:
+def _broken_roles(c: RunConfig, r: ResolvedRewards) -> BrokenRules:
     """Find judge options in a run without judges, and rewards that cannot have the role that an option gives them."""
     names_with_tpm = [name for name, limits in c.limits.items() if limits.tokens_per_minute is not None]
     not_judges = _unknown(names_with_tpm, r.judges)
@@ -248,7 +248,7 @@ def _broken_roles(c: RunConfig, r: ResolvedRewards) -> Broken:
         yield from _broken_budget(c, r)
 
 
-def _broken_budget(c: RunConfig, r: ResolvedRewards) -> Broken:
+def _broken_budget(c: RunConfig, r: ResolvedRewards) -> BrokenRules:
     """Find a judge budget without paid judges, or without the fallbacks that its policy needs."""
     if r.everyone and not r.paid:
         yield (

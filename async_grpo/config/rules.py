@@ -13,16 +13,16 @@ from async_grpo.errors import ConfigurationError
 from async_grpo.options.fields import dashed
 
 # For each broken rule: the names of its options, separated by spaces, and a message that is printed after their values
-Broken = Iterator[tuple[str, str]]
+BrokenRules = Iterator[tuple[str, str]]
 
 
-def refuse_broken(config: Any, broken: Broken) -> None:
+def refuse_broken(config: Any, broken: BrokenRules) -> None:
     """Raise ConfigurationError for the first broken rule, if any."""
     for flags, message in broken:
         raise ConfigurationError(_with_values(config, flags, message))
 
 
-def idle(config: Any, flags: str, reason: str) -> Broken:
+def idle(config: Any, flags: str, reason: str) -> BrokenRules:
     """Yield a broken rule if any of the options was changed although they have no effect.
 
     Args:
@@ -41,7 +41,7 @@ def changed_options(config: Any, names: Iterable[str]) -> list[str]:
     return [name for name in names if getattr(config, name) != fields[name].default]
 
 
-def warn(config: Any, broken: Broken) -> None:
+def warn(config: Any, broken: BrokenRules) -> None:
     """Print a warning for each broken rule, on rank 0."""
     for flags, message in broken:
         if os.environ.get("RANK", "0") == "0":

@@ -17,7 +17,7 @@ from async_grpo.algorithm.teacher_config import (
     UNSCORED,
     TeacherConfig,
 )
-from async_grpo.config.rules import Broken, changed_options, idle, refuse_broken
+from async_grpo.config.rules import BrokenRules, changed_options, idle, refuse_broken
 from async_grpo.config.run import RunConfig
 from async_grpo.environments.config import ENFORCE
 from async_grpo.errors import ConfigurationError
@@ -58,7 +58,7 @@ def check_teachers(config: RunConfig) -> None:
     )
 
 
-def _broken_teachers(c: RunConfig) -> Broken:
+def _broken_teachers(c: RunConfig) -> BrokenRules:
     if not c.teachers:
         yield from idle(c, " ".join(NEED_TEACHER), "without --teacher: name a teacher, or leave it out")
         return
@@ -117,7 +117,7 @@ def _broken_teachers(c: RunConfig) -> Broken:
         )
 
 
-def _broken_names(c: RunConfig) -> Broken:
+def _broken_names(c: RunConfig) -> BrokenRules:
     """Find teachers without names although there are several, or without the column that assigns them to rows."""
     has_names = "" not in c.teachers
     if has_names and c.teacher_column is None:
@@ -132,7 +132,7 @@ def _broken_names(c: RunConfig) -> Broken:
         )
 
 
-def _broken_demonstration(c: RunConfig) -> Broken:
+def _broken_demonstration(c: RunConfig) -> BrokenRules:
     """Find a teacher that is the policy itself but has no text that only the teacher reads; and unusable templates."""
     is_itself = {SELF, INITIAL} & set(c.teachers.values())
     if c.teacher_demonstration is None:
@@ -159,7 +159,7 @@ def _broken_demonstration(c: RunConfig) -> Broken:
         )
 
 
-def _broken_servers(c: RunConfig) -> Broken:
+def _broken_servers(c: RunConfig) -> BrokenRules:
     """Find options that teachers on servers cannot use, or that only they use."""
     if not c.teacher_servers:
         yield from idle(c, " ".join(NEED_SERVER), "with a --teacher that no server holds: leave it out")

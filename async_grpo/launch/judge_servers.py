@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from async_grpo.config.rules import Broken, idle
+from async_grpo.config.rules import BrokenRules, idle
 from async_grpo.options.fields import (
     LIST,
     POSITIVE,
@@ -73,7 +73,7 @@ class LocalJudge(RewardConfig):
         return self.judge_replicas if self.judge_model and self.judge_gpus is None else 0
 
 
-def broken_judge(config: LocalJudge, visible_gpus: Sequence[str]) -> Broken:
+def broken_judge(config: LocalJudge, visible_gpus: Sequence[str]) -> BrokenRules:
     """Yield the names of the judge's options that cannot work, each with the reason.
 
     Args:

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from async_grpo.config.rules import Broken, changed_options, refuse_broken
+from async_grpo.config.rules import BrokenRules, changed_options, refuse_broken
 from async_grpo.config.run import RunConfig
 from async_grpo.inference.config import NO_SLEEP_ON_CPU, EngineOptions
 from async_grpo.launch.judge_servers import LocalJudge, broken_judge
@@ -104,7 +104,7 @@ class LocalConfig(LocalJudge, EngineOptions, RunConfig):
             return self.trainer_gpu_share
         return 1.0 - SLEEPING_SHARE - CONTEXTS_SHARE
 
-    def _broken_sleep(self, visible_gpus: Sequence[str]) -> Broken:
+    def _broken_sleep(self, visible_gpus: Sequence[str]) -> BrokenRules:
         """If engines are to sleep, yield the reasons why they cannot on this machine."""
         if not self.sleep_level:
             return
@@ -116,7 +116,7 @@ class LocalConfig(LocalJudge, EngineOptions, RunConfig):
                 "do not fit together: an engine that has a GPU of its own would sleep for nobody; use --colocate",
             )
 
-    def _broken_engine(self) -> Broken:
+    def _broken_engine(self) -> BrokenRules:
         """Yield the engine options that do not fit the kind of policy, each with the reason."""
         if self.draws != (self.engine == "drawing") and not is_file(self.engine):
             yield "policy engine", "do not fit together: --policy flow and --engine drawing need each other"
@@ -125,7 +125,7 @@ class LocalConfig(LocalJudge, EngineOptions, RunConfig):
         for name in changed_options(self, OPTIONS_OF_VLLM):
             yield f"policy {name}", f"do not go together: leave --{dashed(name)} out"
 
-    def _broken_colocation(self) -> Broken:
+    def _broken_colocation(self) -> BrokenRules:
         """Yield the options that cannot be combined with `--colocate`, each with the reason."""
         if not self.colocate:
             return
