@@ -75,8 +75,8 @@ DERIVED = {
     "logprob_roles": "the log-probs wanted by --kl-coef, --old-policy, --policy-loss and --teacher",
     "teacher_names": "--teacher",
 }
-# Derived values of runs whose checkpoints are older than the options from which the values are derived. All other
-# options have their defaults in such a run
+# Values of DERIVED in a run whose checkpoint is older than the options from which they are computed. All other options
+# have their defaults in such a run
 DERIVED_BEFORE_THEIR_OPTIONS: dict[str, Any] = {"moves_reference": False, "teacher_names": []}
 # Options that often differ between starts of one run, so their changes are not logged
 OF_EACH_START = ("resume", "output_dir", "run_name", "max_hours", "stall_s")
@@ -186,11 +186,11 @@ def refuse_changes(config: RunConfig, folder: Path, earlier: Mapping[str, Any]) 
 
 
 def _value_without_option(name: str, value: Any) -> Any:
-    """Return the value that a run had whose library did not know the option yet.
+    """Return the value of an option in a run whose checkpoint lacks it, because the option is newer than the checkpoint.
 
     Args:
         name: Name of an option, or of a value in DERIVED.
-        value: The value of this start. It is returned for values that are derived from options that every run had.
+        value: The value in this start of the run. It is returned for a derived value that existed in all earlier runs.
     """
     if name in DERIVED:
         return DERIVED_BEFORE_THEIR_OPTIONS.get(name, value)

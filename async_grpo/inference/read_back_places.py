@@ -44,7 +44,8 @@ class ReadBack:
         used, arrived = processes[0]
         differing = set()
         for place in used:
-            # A place that has received nothing must have its value from the start. None: that value is not known
+            # If a place has received nothing, it must have the value from the start. If that is unknown, `expected` is
+            # None
             expected = arrived.get(place, self._at_start.get(place))
             if expected is not None and _sum_of_used(processes, place) != expected:
                 differing.add(place)

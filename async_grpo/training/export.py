@@ -237,7 +237,8 @@ def _add_files(folder: Path, source: Path, value_head: dict[str, Tensor]) -> Non
 def _samples(path: Path) -> int:
     """Return the number n in the name samples_<n> of an export's folder, and 0 for any other folder."""
     number = path.name.removeprefix("samples_")
-    # `isdecimal` alone is true for digits of other scripts, `isdigit` also for "²", which `int` refuses
+    # Check for ASCII, because `isdecimal` is also true for digits of other scripts. `isdigit` would be true even for
+    # "²"
     return int(number) if number.isascii() and number.isdecimal() else 0
 
 

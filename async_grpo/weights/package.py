@@ -78,7 +78,9 @@ def record(tensor: torch.Tensor) -> TensorRecord:
 
 
 def refuse_no_tensors(weights: Mapping[str, torch.Tensor]) -> None:
-    """Refuse to send nothing. Engines would answer with the weights that they hold, which would look like a proof.
+    """Raise an error if there are no tensors to send.
+
+    Without tensors, engines would answer with the weights that they already have, which would look like a proof.
 
     Raises:
         WeightsDidNotLand: There are no tensors.
