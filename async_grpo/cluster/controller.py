@@ -29,6 +29,7 @@ from async_grpo.errors import ConfigurationError
 from async_grpo.experience.batcher import ExperienceBatcher
 from async_grpo.experience.config import BatchConfig, EvaluationConfig, RunFacts
 from async_grpo.experience.dataset import Question
+from async_grpo.experience.restored_images import with_images
 from async_grpo.experience.run_images import RunImages
 from async_grpo.experience.state import ExperienceState
 from async_grpo.experience.worker_registry import scheduling_policy
@@ -37,7 +38,7 @@ from async_grpo.options.log_setup import log_to_own_file
 from async_grpo.processes.loop_watch import LoopWatch
 from async_grpo.processes.waits import situation
 from async_grpo.protocols import Connect, Generation, Logprobs, Verification, WeightPackage
-from async_grpo.types import GENERATION, REFERENCE
+from async_grpo.types import GENERATION, REFERENCE, Prompt
 from async_grpo.weights.package import SELF_TEST
 
 
@@ -214,6 +215,7 @@ class RunController:
         checkpoint: Path | None = None,
         make_played: Callable[..., Played] | None = None,
         make_servers: Callable[[], TeacherServers] | None = None,
+        images_folder: Path | None = None,
     ) -> None:
         """Start the verifiers and the environment, and create the batcher.
 
@@ -226,6 +228,7 @@ class RunController:
             checkpoint: Folder of the saved experience from which a resumed run continues; None for a new run.
             make_played: Connects the engines to the run's environment; None if the run has no environment.
             make_servers: Connects to the teachers on servers; None if the run has none.
+            images_folder: Folder of the run's images; None if the model reads none.
         """
         verification = make_verification()
         self._resources.push_async_callback(verification.close)
@@ -252,7 +255,9 @@ class RunController:
             images=images,
         )
         if checkpoint is not None:
-            state = await asyncio.to_thread(ExperienceState.load, checkpoint, self._batcher.cursor.prompt)
+            state = await asyncio.to_thread(
+                _saved_state, checkpoint, self._batcher.cursor.prompt, images_folder
+            )
             self._batcher.restore(state)
         self._resources.push_async_callback(self._batcher.close)
 
@@ -323,3 +328,14 @@ class RunController:
         """The batcher, which `start_batcher` creates."""
         assert self._batcher is not None, "start_batcher comes first"
         return self._batcher
+
+
+def _saved_state(
+    checkpoint: Path, prompt: Callable[[int, int], Prompt], images_folder: Path | None
+) -> ExperienceState:
+    """Return the state of a checkpoint. Its finished groups have their images in the folder of the run's images."""
+    state = ExperienceState.load(checkpoint, prompt, images_folder)
+    if images_folder is None:
+        return state
+    earlier_run = checkpoint.parent.parent
+    return with_images(state, earlier_run, images_folder)

@@ -27,6 +27,7 @@ from async_grpo.metrics.console import means_of, show_waiting
 from async_grpo.metrics.tail import last_records
 from async_grpo.metrics.writer import EVAL_FILE, as_json
 from async_grpo.modeling.load import load_tokenizer
+from async_grpo.processes.image_files import RUN_IMAGES
 from async_grpo.processes.untrusted_files import read_bytes
 
 SITUATION_TIMEOUT_S = 5.0
@@ -262,7 +263,14 @@ def start_batcher(controller: Any, prepared: Prepared, num_ranks: int = 1) -> An
         checkpoint=checkpoint,
         make_played=_environment_maker(config, prepared.settings, environment),
         make_servers=_teacher_maker(config, prepared.settings),
+        images_folder=_images_folder(config, prepared.settings),
     )
+
+
+def _images_folder(config: RunConfig, settings: SharedRunSettings) -> Path | None:
+    """Return the folder of the run's images, or None if the model reads none."""
+    # The controller has another working directory, so the path must be absolute
+    return config.output_path.absolute() / RUN_IMAGES if settings.image_token_id >= 0 else None
 
 
 def _teacher_maker(config: RunConfig, settings: SharedRunSettings) -> Callable[[], TeacherServers] | None:

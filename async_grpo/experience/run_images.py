@@ -81,12 +81,18 @@ def _new_file(path: Path, name: str) -> Iterator[Path]:
         ) from error
 
 
-def _write_content(path: Path, content: bytes) -> None:
-    """Write an image that an environment sent, unless its file exists."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    if not path.exists():
-        with _new_file(path, str(path)) as partial:
-            partial.write_bytes(content)
+def write_content(path: Path, content: bytes) -> None:
+    """Write an image that an environment sent. A file that exists is replaced.
+
+    Raises:
+        ConfigurationError: The file cannot be written.
+    """
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigurationError(f"the folder {path.parent} cannot be created: {error}") from error
+    with _new_file(path, str(path)) as partial:
+        partial.write_bytes(content)
 
 
 class HasImageSources(Protocol):
@@ -162,10 +168,12 @@ class RunImages:
             ConfigurationError: The image cannot be written.
         """
         self._note(ordinal, image)
-        await asyncio.to_thread(_write_content, Path(image.path), content)
+        path = Path(image.path)
+        if not path.exists():
+            await asyncio.to_thread(write_content, path, content)
 
     def restore(self, groups: Iterable[Group]) -> None:
-        """Note which images the finished groups of a resumed run need. Their files already exist."""
+        """Note which images the finished groups of a resumed run need. `with_images` has made sure that they exist."""
         for group in groups:
             for sample in group.samples:
                 for image in images_of(sample):

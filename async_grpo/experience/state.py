@@ -5,11 +5,16 @@ is saved completely. An unfinished group is generated again from its beginning, 
 favor short completions, because the unfinished ones are mostly long.
 
 Older versions of this library saved the turns of a finished group without their order in time. If a trajectory of such a
-group has several sequences, the order is unknown, and the group is generated again, too.
+group has several sequences, the order is unknown, and the group is generated again, too. So is a group whose prompt had
+other images when it was saved.
+
+Images are saved by their digests, without paths: a path of another machine would be wrong, and that of a malicious
+checkpoint could name any file.
 """
 
 import base64
 import json
+import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,6 +28,7 @@ from safetensors.numpy import load_file, save_file
 from async_grpo.allowed_tokens import AllowedTokens
 from async_grpo.errors import CheckpointBroken
 from async_grpo.experience.running_means import checked_means
+from async_grpo.processes.image_files import is_digest
 from async_grpo.processes.untrusted_files import is_regular, parse_json, read_bytes
 from async_grpo.types import (
     COMPLETION_ARRAYS,
@@ -49,7 +55,7 @@ SAVED_START_VERSION = "admitted_version"
 SAVED_TURN_NAMES = {"num_tokens": "tokens", "before_text": "said"}  # field -> key
 VERDICT = TypeAdapter(Verdict | None)
 OUTCOME = TypeAdapter(Outcome | None)
-IMAGE = TypeAdapter(ImageReference)
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -118,25 +124,30 @@ class ExperienceState:
         return arrays
 
     @classmethod
-    def load(cls, folder: Path, prompt: Callable[[int, int], Prompt]) -> "ExperienceState":
+    def load(
+        cls, folder: Path, prompt: Callable[[int, int], Prompt], images_folder: Path | None = None
+    ) -> "ExperienceState":
         """Read the state that `save` wrote.
 
         Args:
             folder: The folder of the state.
             prompt: Returns the prompt for an ordinal and an index in the data set, as `PromptCursor.prompt` does.
+            images_folder: Folder of the images of the run that continues. Without it, turns must not have images.
 
         Raises:
             CheckpointBroken: The files cannot be read, or their contents are invalid.
         """
         try:
-            return cls._read(folder, prompt)
+            return cls._read(folder, prompt, images_folder)
         except UNREADABLE as error:
             raise CheckpointBroken(
                 f"{folder}: the groups alive cannot be read ({type(error).__name__}: {error})"
             ) from error
 
     @classmethod
-    def _read(cls, folder: Path, prompt: Callable[[int, int], Prompt]) -> "ExperienceState":
+    def _read(
+        cls, folder: Path, prompt: Callable[[int, int], Prompt], images_folder: Path | None
+    ) -> "ExperienceState":
         content = parse_json(read_bytes(folder / "experience.json", MAX_STATE_BYTES))
         file = folder / "experience.safetensors"
         if not is_regular(file):
@@ -146,6 +157,7 @@ class ExperienceState:
         conditions = _taken_conditions(arrays)
         begin = 0  # index in the arrays where the next sample begins
         alive: dict[int, Group | UnfinishedGroup] = {}
+        num_with_other_images = 0
         for row in content.pop("groups"):
             number, ordinal, question, resampled = (_count(row, name) for name in GROUP_NUMBERS)
             group_prompt = prompt(ordinal, question)
@@ -163,9 +175,15 @@ class ExperienceState:
                 sample_arrays = {name: array[begin:end] for name, array in arrays.items()}
                 sample_masks = allowed and AllowedTokens.joined([allowed[begin:end]], [end - begin])
                 sample_row["condition"] = conditions.get(number, ())
-                samples.append(_sample(group_prompt, sample_row, sample_arrays, sample_masks))
+                samples.append(_sample(group_prompt, sample_row, sample_arrays, sample_masks, images_folder))
                 begin = end
             if not is_order_known:
+                alive[number] = unfinished_group
+                continue
+            digests = _digests(group_prompt)
+            # Checkpoints of earlier versions do not name the images of prompts
+            if row.get("images", digests) != digests:
+                num_with_other_images += 1
                 alive[number] = unfinished_group
                 continue
             alive[number] = Group(
@@ -175,6 +193,12 @@ class ExperienceState:
                 sequence_number=number,
                 baseline=VERDICT.validate_python(row["baseline"]),
                 resampled=resampled,
+            )
+        if num_with_other_images:
+            log.warning(
+                "%d finished groups of the checkpoint are generated again, because the data has other images for their "
+                "prompts than when they were generated",
+                num_with_other_images,
             )
         _count(content, "step")
         _count(content, "admitted")
@@ -206,8 +230,14 @@ def _group_row(number: int, group: Group | UnfinishedGroup) -> dict[str, Any]:
     if isinstance(group, Group):
         row[SAVED_START_VERSION] = group.start_version
         row["baseline"] = VERDICT.dump_python(group.baseline, mode="json")
+        row["images"] = _digests(group.prompt)
         row["samples"] = [_sample_row(sample) for sample in group.samples]
     return row
+
+
+def _digests(prompt: Prompt) -> list[str]:
+    """Return the digests of a prompt's images."""
+    return [image.digest for image in prompt.images]
 
 
 def _sample_row(sample: Sample) -> dict[str, Any]:
@@ -230,13 +260,13 @@ def _turn_row(turn: Turn) -> dict[str, Any]:
     """Return a turn as JSON."""
     row = {SAVED_TURN_NAMES.get(name, name): value for name, value in vars(turn).items()}
     row["before"] = turn.before.tolist()
-    images = [vars(image) for image in row.pop("images")]
+    images = row.pop("images")
     if images:
-        row["images"] = images
+        row["images"] = [{"digest": image.digest, "num_tokens": image.num_tokens} for image in images]
     return row
 
 
-def _turn(row: Mapping[str, Any]) -> Turn:
+def _turn(row: Mapping[str, Any], images_folder: Path | None) -> Turn:
     """Make a turn from its row."""
     fields = dict(row)
     for name, key in SAVED_TURN_NAMES.items():
@@ -244,8 +274,22 @@ def _turn(row: Mapping[str, Any]) -> Turn:
             fields[name] = fields.pop(key)
     fields["before"] = np.asarray(row["before"], np.int32)
     # Turns without images, and checkpoints of earlier versions, have no such key
-    fields["images"] = tuple(IMAGE.validate_python(image) for image in row.get("images", []))
+    fields["images"] = tuple(_image(image, images_folder) for image in row.get("images", []))
     return Turn(**fields)
+
+
+def _image(row: Mapping[str, Any], images_folder: Path | None) -> ImageReference:
+    """Make an image from its row. Checkpoints of earlier versions also have its path, which is ignored.
+
+    Raises:
+        ValueError: The row names no digest, or the model reads no images.
+    """
+    digest = row["digest"]
+    if not is_digest(digest):
+        raise ValueError(f"{digest!r:.80} is not the digest of an image")
+    if images_folder is None:
+        raise ValueError("a turn has an image, and the run has no folder of images")
+    return ImageReference(str(images_folder / digest), digest, _count(row, "num_tokens"))
 
 
 def _has_unknown_order(row: Mapping[str, Any]) -> bool:
@@ -285,13 +329,14 @@ def _sample(
     row: dict[str, Any],
     arrays: Mapping[str, np.ndarray],
     allowed: AllowedTokens | None,
+    images_folder: Path | None = None,
 ) -> Sample:
     """Make a sample from its row, its arrays (T,) and the tokens that were allowed at its T tokens."""
     verdict = VERDICT.validate_python(row.pop("verdict"))
     assert verdict is not None  # None is valid only for the baseline of a group
-    row["turns"] = tuple(_turn(turn_row) for turn_row in row["turns"])
+    row["turns"] = tuple(_turn(turn_row, images_folder) for turn_row in row["turns"])
     # Checkpoints of earlier versions have no abandoned turns and no pictures
-    row["abandoned"] = tuple(_turn(turn_row) for turn_row in row.get("abandoned", []))
+    row["abandoned"] = tuple(_turn(turn_row, images_folder) for turn_row in row.get("abandoned", []))
     row["picture_png"] = base64.b64decode(row.get("picture_png", ""), validate=True)
     row["outcome"] = OUTCOME.validate_python(row["outcome"])
     row["finish_reason"] = FinishReason(row["finish_reason"])

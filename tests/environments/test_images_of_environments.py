@@ -246,7 +246,7 @@ def test_a_checkpoint_has_the_images_of_turns(chat, files, tmp_path):
     row = json.loads(json.dumps(_sample_row(sample)))
     row.pop("tokens")
     arrays = {name: getattr(trajectory, name) for name in ("token_ids", "logprobs", "versions")}
-    restored = _sample(prompt, row, arrays, None)
+    restored = _sample(prompt, row, arrays, None, tmp_path / "images")
     assert images_of(restored) == images_of(sample)
     # The images of a group that a resumed run restores are not removed before its step
     resumed = RunImages([], frozenset())
