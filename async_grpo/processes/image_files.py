@@ -9,7 +9,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from PIL import Image, ImageOps
+import numpy as np
+from PIL import Image
 
 from async_grpo.errors import ConfigurationError, ImagesDiffer
 from async_grpo.processes.untrusted_files import read_bytes
@@ -22,10 +23,22 @@ DIGEST_LENGTH = 64  # number of hexadecimal digits of a sha256
 MAX_IMAGE_BYTES = 32 << 20  # maximum size of an encoded image
 MAX_IMAGE_PIXELS = 1 << 26  # maximum number of pixels of an image, such as 8192 x 8192
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
-# Formats of files that say how the camera was held. To find this out for a PNG file, Pillow would have to decode it
-ORIENTED_FORMATS = ("JPEG", "WEBP")
+# Formats of files that say how the camera was held. To find this out for a PNG file, Pillow would have to decode it.
+# Pillow calls a JPEG file with further pictures MPO, as many phones write it
+ORIENTED_FORMATS = ("JPEG", "MPO", "WEBP")
 ORIENTATION_TAG = 0x0112  # EXIF tag that says how the camera was held
 ORIENTATIONS_ON_THE_SIDE = (5, 6, 7, 8)  # values of ORIENTATION_TAG that exchange width and height
+TURNS = {  # value of ORIENTATION_TAG -> what turns the image upright; all other values mean that it is upright
+    2: Image.Transpose.FLIP_LEFT_RIGHT,
+    3: Image.Transpose.ROTATE_180,
+    4: Image.Transpose.FLIP_TOP_BOTTOM,
+    5: Image.Transpose.TRANSPOSE,
+    6: Image.Transpose.ROTATE_270,
+    7: Image.Transpose.TRANSVERSE,
+    8: Image.Transpose.ROTATE_90,
+}
+GRAYS_OF_16_BITS = "I"  # beginning of the modes of Pillow for grays of 16 bits
+WHITE = (255, 255, 255, 255)
 
 
 def digest_of_image(content: bytes) -> str:
@@ -62,15 +75,31 @@ def image_size(content: bytes) -> tuple[int, int]:
 def decoded_image(content: bytes) -> Image.Image:
     """Return an image as RGB, rotated as its file says. Engines and trainer both use exactly these pixels.
 
+    Transparent pixels are drawn over white, as on a page. The first picture of an animation is taken.
+
     Raises:
         ConfigurationError: The content cannot be decoded. See `image_size`.
     """
     image_size(content)
     with _opened(content) as image:
         image.load()
-        if image.format in ORIENTED_FORMATS:
-            return ImageOps.exif_transpose(image).convert("RGB")
-        return image.convert("RGB")
+        orientation = _orientation(image)
+        upright = image.transpose(TURNS[orientation]) if orientation in TURNS else image
+        return _as_rgb(upright)
+
+
+def _as_rgb(image: Image.Image) -> Image.Image:
+    """Return an image as RGB."""
+    if image.mode.startswith(GRAYS_OF_16_BITS):
+        # Pillow would make all values above 255 white
+        grays = np.asarray(image).astype(np.float64) * 255 / 65535
+        return Image.fromarray(np.round(grays).astype(np.uint8)).convert("RGB")
+    if image.has_transparency_data:
+        # Without their transparency, the pixels would get the colors behind it, which are often black like the text
+        page = Image.new("RGBA", image.size, WHITE)
+        page.alpha_composite(image.convert("RGBA"))
+        return page.convert("RGB")
+    return image.convert("RGB")
 
 
 def read_image(reference: ImageReference) -> Image.Image:
@@ -109,8 +138,8 @@ def _opened(content: bytes) -> Iterator[Image.Image]:
     """
     try:
         with warnings.catch_warnings():
-            # Pillow warns about large images, but the limit below refuses them anyway
-            warnings.simplefilter("ignore", Image.DecompressionBombWarning)
+            # Pillow warns about large images, which the limit below refuses, and about metadata, which nothing reads
+            warnings.simplefilter("ignore")
             with Image.open(io.BytesIO(content), formats=FORMATS) as image:
                 width, height = image.size
                 if width * height > MAX_IMAGE_PIXELS:
@@ -123,14 +152,15 @@ def _opened(content: bytes) -> Iterator[Image.Image]:
         raise
     except Image.DecompressionBombError as error:
         raise ConfigurationError(f"the image has too many pixels: {error}") from error
-    except (OSError, SyntaxError, ValueError) as error:  # Pillow raises these for broken files
+    except Exception as error:  # Pillow raises any exception for broken files
         raise ConfigurationError(
             f"the image cannot be decoded ({error}): give one of the formats {', '.join(FORMATS)}"
         ) from error
 
 
 def _orientation(image: Image.Image) -> int:
-    """Return the value of ORIENTATION_TAG. Without this tag, return 1, which means upright."""
+    """Return the value of ORIENTATION_TAG. Without this tag, or with a value that is no number, return 1 (upright)."""
     if image.format not in ORIENTED_FORMATS:
         return 1
-    return int(image.getexif().get(ORIENTATION_TAG, 1))
+    value = image.getexif().get(ORIENTATION_TAG)
+    return value if isinstance(value, int) else 1
