@@ -270,7 +270,7 @@ class GenerationWorkers(RegisteredWorkers):
                         if not isinstance(report, Completion):
                             unfinished.add_tokens(report)
                             continue
-                        del unfinished.seeds[report.member]
+                        unfinished.finish(report)
                         # Release the place of this sequence at once, so that the worker can get other work
                         self.registry.release(lease)
                         self._mean_length += MEAN_LENGTH_UPDATE * (len(report) - self._mean_length)

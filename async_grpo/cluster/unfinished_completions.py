@@ -2,7 +2,10 @@
 
 from collections.abc import Mapping
 
-from async_grpo.types import Tokens
+import numpy as np
+
+from async_grpo.errors import WorkerLost
+from async_grpo.types import Completion, Tokens
 
 
 class UnfinishedCompletions:
@@ -40,7 +43,36 @@ class UnfinishedCompletions:
         return {member: self._tokens[member] for member in self.seeds if member in self._tokens}
 
     def add_tokens(self, new_tokens: Mapping[int, Tokens]) -> None:
-        """Append the tokens that were sampled since the last report, by index in the group."""
+        """Append the tokens that were sampled since the last report, by index in the group.
+
+        Raises:
+            WorkerLost: The engine is broken; see `refuse_damaged`.
+        """
         for member, new in new_tokens.items():
+            refuse_damaged(new)
             tokens = self._tokens.get(member)
             self._tokens[member] = new if tokens is None else tokens + new
+
+    def finish(self, completion: Completion) -> None:
+        """Remove a completion, because it is finished.
+
+        Raises:
+            WorkerLost: The engine is broken; see `refuse_damaged`.
+        """
+        refuse_damaged(completion)
+        del self.seeds[completion.member]
+
+
+def refuse_damaged(tokens: Tokens) -> None:
+    """Refuse tokens whose log-probs are not finite. They would make the loss of a whole step not finite.
+
+    Raises:
+        WorkerLost: The engine that sampled the tokens is broken.
+    """
+    is_damaged = ~np.isfinite(tokens.logprobs)
+    if is_damaged.any():
+        position = int(is_damaged.argmax())
+        raise WorkerLost(
+            f"the engine returned log-probs that are not finite: {int(is_damaged.sum())} of {len(tokens)}, the first one "
+            f"({tokens.logprobs[position]}) at token {position}"
+        )

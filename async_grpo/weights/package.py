@@ -5,6 +5,7 @@ with the trainer's.
 """
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from functools import cache
 from typing import Any
@@ -187,7 +188,8 @@ def prove_landed(
     check_received(package.manifest, received, worker_id)
     difference = logprobs - package.canary_logprobs
     change = canary_miss(difference - last)
-    if not change <= package.tolerance:  # unlike `change > tolerance`, this is also true if `change` is NaN
+    # `not <=`, unlike `>`, is also true if `change` is NaN. An infinite tolerance accepts no infinite change
+    if not change <= package.tolerance or math.isinf(change):
         is_test = package.version == SELF_TEST
         weights = "the start-up self-test" if is_test else f"policy version {package.version}"
         raise WeightsDidNotLand(

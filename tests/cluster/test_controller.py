@@ -204,6 +204,29 @@ async def test_another_worker_goes_on_from_the_tokens_that_a_lost_one_told_of(co
     assert begun[6].versions.tolist() == [4] * 7 + [5] * 7 and begun[3].versions.tolist() == [5] * 4
 
 
+@pytest.mark.parametrize("value", [float("nan"), float("-inf"), float("inf")])
+@pytest.mark.parametrize("is_finished", [True, False])
+async def test_a_worker_whose_log_probs_are_no_numbers_is_fenced_and_another_one_does_its_work(
+    controller, value, is_finished
+):
+    """They would make the loss of the whole step NaN, and nothing would say which engine is broken."""
+    await at_work(controller, "g0", "g1")
+    broken, other = link_to(controller, "g0"), link_to(controller, "g1")
+    damaged = completion(3)
+    damaged.logprobs[1] = value
+    broken.tells = [replace(damaged, member=0) if is_finished else {0: Tokens(*damaged.arrays)}]
+    broken.completing.set()
+    other.completing.set()
+    completions = await generate(controller)
+    assert sorted(each.member for each in completions) == list(range(8)) and broken.is_closed
+    assert all(np.isfinite(each.logprobs).all() for each in completions)
+    (lost,) = controller._generation.take_lost()
+    assert (
+        "worker g0 was lost: the engine returned log-probs that are not finite: 1 of 3, the first one" in lost
+    )
+    assert "at token 1" in lost
+
+
 async def test_a_prompt_that_costs_worker_after_worker_is_set_aside(controller, monkeypatch):
     monkeypatch.setattr("async_grpo.cluster.registered_workers.MAX_ATTEMPTS", 2)
     names = "g0", "g1", "g2"

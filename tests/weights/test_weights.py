@@ -5,6 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -12,9 +13,18 @@ from hypothesis import strategies as st
 from scripted_engine import CANARY, FakeLink, TwoLayers, publisher
 
 from async_grpo.errors import DeadlineExceeded, WeightsDidNotLand
+from async_grpo.protocols import WeightPackage
 from async_grpo.weights.config import WeightConfig
 from async_grpo.weights.nccl import NCCLPublisher
-from async_grpo.weights.package import SELF_TEST, check_received, pack_weights, record, tensor_digest, unpack
+from async_grpo.weights.package import (
+    SELF_TEST,
+    check_received,
+    pack_weights,
+    prove_landed,
+    record,
+    tensor_digest,
+    unpack,
+)
 from async_grpo.weights.publisher import Publisher
 
 
@@ -242,6 +252,16 @@ def test_a_delivery_that_hangs_is_given_up_by_name():
 def test_nan_log_probs_are_no_proof():
     with pytest.raises(WeightsDidNotLand, match="by nan"):
         publisher(FakeLink(blind=True)).publish(TwoLayers(), 0)()
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+def test_an_answer_that_is_no_number_is_no_proof_even_if_all_differences_are_allowed(value):
+    package = WeightPackage(0, {}, [], CANARY.texts, np.zeros(32, np.float32), tolerance=float("inf"))
+    answer = np.zeros(32, np.float32)
+    prove_landed(package, "g0", ({}, answer + 100))
+    answer[7] = value
+    with pytest.raises(WeightsDidNotLand, match="worker g0 received policy version 0"):
+        prove_landed(package, "g0", ({}, answer))
 
 
 @pytest.mark.parametrize("kind", [Publisher, NCCLPublisher])
