@@ -217,6 +217,7 @@ class Checkpointer:
                 # version of this library wrote the checkpoint
                 if name in stored_tensors or not name.startswith(("random.", SCHEDULE)):
                     tensors[name] = tensor
+            _refuse_other_dtypes(folder, stored_tensors, tensors)
             dcp.load(tensors, storage_reader=reader, process_group=self._group)
         for name, state in tensors.items():
             if name.startswith("random.cpu"):
@@ -302,7 +303,32 @@ def load_weights(policy: PolicyModel, folder: Path) -> None:
     """
     tensors = {f"weights.{name}": parameter.detach() for name, parameter in trained_parameters(policy)}
     with _shards_of(folder) as reader:
+        _refuse_other_dtypes(folder, reader.read_metadata().state_dict_metadata, tensors)
         dcp.load(tensors, storage_reader=reader, no_dist=True)
+
+
+def _refuse_other_dtypes(
+    folder: Path, stored_tensors: Mapping[str, Any], tensors: Mapping[str, Tensor]
+) -> None:
+    """Refuse a checkpoint with a tensor of another dtype. torch would convert it, and so round the weights, silently.
+
+    Args:
+        folder: The folder of the checkpoint.
+        stored_tensors: torch's metadata of the tensors in the checkpoint, by name. A missing tensor is an error of torch.
+        tensors: The tensors into which they are loaded, by name.
+
+    Raises:
+        CheckpointBroken: The dtypes differ.
+    """
+    for name, tensor in tensors.items():
+        if name not in stored_tensors:
+            continue
+        stored_dtype = stored_tensors[name].properties.dtype
+        if stored_dtype != tensor.dtype:
+            raise CheckpointBroken(
+                f"{folder}: {name} in training/ has the dtype {stored_dtype}, but the trainer has {tensor.dtype}: the "
+                "checkpoint was not written by this library, or was converted"
+            )
 
 
 @contextmanager

@@ -143,6 +143,14 @@ def a_shard_with_other_metadata(hostile: Hostile) -> None:
     relisted(hostile.checkpoint)
 
 
+def a_shard_of_another_dtype(hostile: Hostile) -> None:
+    """torch converts it without a word, so that the run goes on with rounded weights."""
+    tensors = load_file(hostile.shard)
+    name = f"weights.model.{NORM}"
+    save_file(tensors | {name: tensors[name].bfloat16()}, hostile.shard)
+    relisted(hostile.checkpoint)
+
+
 def a_shard_of_another_model(hostile: Hostile) -> None:
     save_file({f"weights.model.{NORM}": torch.zeros(3)}, hostile.shard)
     relisted(hostile.checkpoint)
@@ -172,6 +180,10 @@ FOLDERS: dict[str, tuple[Callable[[Hostile], Any], str]] = {
     "a device in the place of a shard": (
         lambda h: replaced(h.shard, link_to("/dev/zero")),
         "a link, a pipe or a device",
+    ),
+    "a shard of another dtype": (
+        a_shard_of_another_dtype,
+        "has the dtype torch.bfloat16, but the trainer has torch.float32",
     ),
     "a shard of two gigabytes": (lambda h: two_gigabytes(h.shard), "has 2147483648 bytes"),
     "a manifest that names no file": (lambda h: h.manifest(files={}, sizes={}), "names no file"),
