@@ -15,7 +15,12 @@ from async_grpo.cluster.make_critic import export_critic_too, load_critic
 from async_grpo.cluster.make_publisher import make_publisher, make_reference_publisher
 from async_grpo.cluster.record_and_passes import with_record_and_passes
 from async_grpo.config.drawing_memory import drawing_rank_bytes
-from async_grpo.config.memory_plan import CHECKPOINT_PARAMETER_BYTES, critic_rank_bytes, trainer_rank_bytes
+from async_grpo.config.memory_plan import (
+    CHECKPOINT_PARAMETER_BYTES,
+    FROZEN_PARAMETER_BYTES,
+    critic_rank_bytes,
+    trainer_rank_bytes,
+)
 from async_grpo.config.resume import as_options
 from async_grpo.config.run import RunConfig
 from async_grpo.messages import SharedRunSettings
@@ -180,16 +185,20 @@ def _planned_bytes(config: RunConfig, settings: SharedRunSettings, policy: Polic
         if parameter.requires_grad:
             num_trained += parameter.numel()
     num_frozen = num_parameters - num_trained
+    num_shards = config.fsdp_size or ranks.world_size
     num_bytes = trainer_rank_bytes(
         config,
         settings,
         policy.model.config.get_text_config(),
         num_ranks=ranks.world_size,
-        num_parameters=num_frozen if settings.lora else num_parameters,
+        num_parameters=num_frozen if settings.lora else num_trained,
         num_trained=num_trained if settings.lora else None,
     )
+    if not settings.lora and not config.cpu_offload:
+        # Without LoRA, frozen weights are those of a vision part, which have no gradients and no moments
+        num_bytes += FROZEN_PARAMETER_BYTES * num_frozen / num_shards
     if ranks.device.type == "cpu":
-        num_bytes += CHECKPOINT_PARAMETER_BYTES * num_trained / ranks.world_size
+        num_bytes += CHECKPOINT_PARAMETER_BYTES * num_trained / num_shards
         if ranks.is_main:
             num_bytes += 2 * torch_dtype(settings.dtype).itemsize * num_parameters
     return int(num_bytes)

@@ -14,6 +14,7 @@ from async_grpo.messages import LoraSettings, SharedRunSettings
 # Memory on rank 0 for the tensors that the NCCL transport broadcasts at once, and for their packed copy
 NCCL_BYTES = 2 * GIB
 CHECKPOINT_PARAMETER_BYTES = 12  # float32 weight and both moments of Adam
+FROZEN_PARAMETER_BYTES = 4  # float32 weight of a part that is not trained, such as a frozen vision part
 
 
 def parameters_of(folder: Path) -> int:

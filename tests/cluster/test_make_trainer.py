@@ -86,3 +86,26 @@ def test_a_resumed_trainer_counts_and_draws_from_the_step_of_its_checkpoint(mode
     with distributed_run("cpu") as ranks:
         trainer = make_trainer(config, settings, ranks, Mock(), publisher=Mock())
     assert trainer.accumulator.steps == trainer.version == 7 and trainer.samples == 56
+
+
+@pytest.mark.parametrize(("fsdp_size", "num_shards"), [(0, 4), (2, 2)])
+def test_the_planned_memory_counts_each_weight_once_and_frozen_ones_without_gradients_and_moments(
+    model, fsdp_size, num_shards
+):
+    """Of four ranks; with --fsdp-size 2, two of them hold the same shards."""
+    config = chain_config(model_name_or_path=str(model), fsdp_size=fsdp_size)
+    with distributed_run("cpu") as ranks:
+        policy = _policy(config, SETTINGS, ranks)
+    four_ranks = SimpleNamespace(world_size=4, is_main=False, device=torch.device("cpu"))
+
+    def planned() -> int:
+        return make_trainer_module._planned_bytes(config, SETTINGS, policy, four_ranks)
+
+    trained = planned()
+    frozen = [weight for name, weight in policy.model.named_parameters() if "layers.0" in name]
+    for weight in frozen:
+        weight.requires_grad_(False)
+    gradient, moments, update_stats, checkpoint = 4, 8, 4, 12
+    saved_bytes = gradient + moments + update_stats + checkpoint
+    num_frozen = sum(weight.numel() for weight in frozen)
+    assert trained - planned() == pytest.approx(num_frozen * saved_bytes / num_shards, abs=2)
