@@ -59,7 +59,8 @@ class MicroBatch:
     # (S,), the images of each sequence, in the order of their tokens; () if no sequence has an image
     images: tuple[tuple[ImageReference, ...], ...] = ()
     # (N, 2, channels, height, width) float32, if the policy draws. Each token is one denoising step of a picture. The array
-    # has the states of the picture before and after the step
+    # has the states of the picture before and after the step. With DiffusionNFT, it is (N, 1, ...): each token is a
+    # finished picture
     latents: np.ndarray | None = None
     first_pass: FirstPass | None = None  # set from the second pass over a batch on
     # (S,), the condition of each sequence, if the policy draws from texts (`Completion.condition`); else ()
@@ -160,6 +161,8 @@ class FlowSettings:
     window_every: int = 1
     picture_size: int = 0  # height and width of a picture in pixels; 0 means the model's own
     guidance: float = 1.0  # weight of the prompt against the negative prompt; 1 means no guidance
+    # Whether the trainer needs finished pictures (DiffusionNFT) instead of denoising steps. They are drawn without noise
+    trains_finished: bool = False
 
 
 @dataclass(frozen=True)

@@ -147,7 +147,7 @@ class Completion(Tokens):
     # Turns that the agent threw away and that are not trained on, with their texts. Their tokens are not in the arrays
     abandoned: tuple[Turn, ...] = ()
     allowed: AllowedTokens | None = None  # set if a grammar restricted the tokens
-    latents: np.ndarray | None = None  # (T, 2, *picture) float32: states around each step of a picture
+    latents: np.ndarray | None = None  # (T, 2 or 1, *picture) float32; see `MicroBatch.latents`
     condition: tuple[np.ndarray, ...] = ()  # embeddings of the prompt, if the policy draws from texts
     picture_png: bytes = b""  # the finished picture as a PNG file; b"" for a text
 

@@ -12,6 +12,7 @@ import torch
 
 from async_grpo.algorithm.flow.config import FLOW, TEXT
 from async_grpo.cluster.make_critic import export_critic_too, load_critic
+from async_grpo.cluster.make_flow_objective import make_flow_objective, make_kept_weights
 from async_grpo.cluster.make_publisher import make_publisher, make_reference_publisher
 from async_grpo.cluster.record_and_passes import with_record_and_passes
 from async_grpo.config.drawing_memory import drawing_rank_bytes
@@ -41,12 +42,11 @@ from async_grpo.training.checkpoint_folder import read
 from async_grpo.training.critic import Critic
 from async_grpo.training.distributed import Ranks
 from async_grpo.training.drawing.export import FlowExporter
-from async_grpo.training.drawing.objective import FlowObjective
 from async_grpo.training.drawing.policy import load_flow_policy, trainer_canary_logprobs
 from async_grpo.training.export import ModelExporter, load_value_head
 from async_grpo.training.largest_trial import try_largest
 from async_grpo.training.memory_cures import start_cure
-from async_grpo.training.moving_reference import make_reference
+from async_grpo.training.moving_reference import FixedReference
 from async_grpo.training.objective import Objective
 from async_grpo.training.optimizer import build_policy_optimizer
 from async_grpo.training.rank_memory import RankMemory
@@ -93,27 +93,27 @@ def make_trainer(
     kind = POLICY_KINDS[config.policy]
     accumulator = _load(config, settings, ranks)
     policy = accumulator.policy
-    reference = make_reference(policy, accumulator.optimizer, config, publisher)
+    reference = make_kept_weights(config, accumulator, publisher)
     checkpointer = _checkpointer(config, settings, ranks, policy, accumulator, save_experience, digests_read)
     checkpointer.reference = reference.named_weights
-    step, samples = _restore(checkpointer, settings)
-    accumulator.steps = step
+    step, samples = _restore(checkpointer, settings, accumulator)
     if is_trial_cheap(config, ranks.device):
         try_largest(accumulator, settings.vocab_size, config, settings.max_total_tokens)
     if publisher is None:
         canary = kind.make_canary(settings, ranks)
         publisher = make_publisher(config, settings, ranks.rank, engines, canary)
-        publisher.prepare(policy)  # runs while the workers load their models
+        with reference.in_place():
+            publisher.prepare(policy)  # runs while the workers load their models
         reference.publisher = make_reference_publisher(config, settings, ranks.rank, engines, canary)
     return Trainer(
         policy=policy,
         accumulator=accumulator,
         source=with_record_and_passes(config, ranks, source, accumulator),
-        publisher=publisher,
+        publisher=reference.wrapped(publisher),
         checkpointer=checkpointer,
         version=step,
         samples=samples,
-        exporter=_exporter(config, settings, ranks, samples, kind, accumulator.critic),
+        exporter=_exporter(config, settings, ranks, samples, accumulator.critic, reference),
         ranks=ranks,
         num_steps=config.num_steps,
         after_step=after_step,
@@ -204,13 +204,16 @@ def _planned_bytes(config: RunConfig, settings: SharedRunSettings, policy: Polic
     return int(num_bytes)
 
 
-def _restore(checkpointer: Checkpointer, settings: SharedRunSettings) -> tuple[int, int]:
+def _restore(
+    checkpointer: Checkpointer, settings: SharedRunSettings, accumulator: GradientAccumulator
+) -> tuple[int, int]:
     """Load the checkpoint of a resumed run, and return its numbers of finished steps and samples."""
     if not settings.checkpoint:
         return 0, 0
     folder = Path(settings.checkpoint)
     manifest = read(folder)
     checkpointer.load(folder)
+    accumulator.steps = manifest.step
     log.info("resumed after step %d, from %s", manifest.step, settings.checkpoint)
     return manifest.step, manifest.samples
 
@@ -264,10 +267,10 @@ def _exporter(
     settings: SharedRunSettings,
     ranks: Ranks,
     samples: int,
-    kind: "PolicyKind",
     critic: Critic | None,
+    reference: FixedReference,
 ) -> ModelExporter:
-    exporter = kind.exporter(
+    exporter = POLICY_KINDS[config.policy].exporter(
         config.output_path,
         config.model_name_or_path,
         ranks,
@@ -277,6 +280,7 @@ def _exporter(
         resumed_at=samples,
         lora=settings.lora,
     )
+    exporter.in_place = reference.in_place
     export_critic_too(exporter, critic, config, settings)
     return exporter
 
@@ -325,11 +329,11 @@ def _accumulator(
     optimizer, scheduler = build_policy_optimizer(
         policy, config, total_steps=config.num_steps - config.critic_warmup_steps
     )
-    objective = POLICY_KINDS[config.policy].make_objective(config, settings)
+    objective = POLICY_KINDS[config.policy].make_objective(config, settings, policy)
     return GradientAccumulator(policy, optimizer, scheduler, objective, ranks, config)
 
 
-def _language_objective(config: RunConfig, settings: SharedRunSettings) -> Objective:
+def _language_objective(config: RunConfig, settings: SharedRunSettings, policy: PolicyModel) -> Objective:
     return Objective(
         config, settings.guaranteed_completion_tokens, reference_is_base=settings.lora is not None
     )
@@ -355,10 +359,6 @@ def _flow_policy(config: RunConfig, settings: SharedRunSettings, ranks: Ranks) -
     return load_flow_policy(path, config, settings, ranks, keeps_reference=keeps_reference)
 
 
-def _flow_objective(config: RunConfig, settings: SharedRunSettings) -> Objective:
-    return FlowObjective(config, settings.max_completion_tokens)
-
-
 def _flow_canary(settings: SharedRunSettings, ranks: Ranks) -> Canary:
     assert settings.flow is not None
     texts = canary_texts(settings.vocab_size, settings.flow.num_steps)
@@ -379,7 +379,9 @@ class PolicyKind:
     """
 
     load: Callable[[RunConfig, SharedRunSettings, Ranks], Any]  # returns the policy, sharded over the ranks
-    make_objective: Callable[[RunConfig, SharedRunSettings], Objective]
+    make_objective: Callable[
+        [RunConfig, SharedRunSettings, Any], Objective
+    ]  # the policy has its first weights
     make_canary: Callable[[SharedRunSettings, Ranks], Canary]
     exporter: type[ModelExporter]
     # (config, settings, policy, ranks) -> estimated memory of this rank in bytes
@@ -388,5 +390,5 @@ class PolicyKind:
 
 POLICY_KINDS = {
     TEXT: PolicyKind(_policy, _language_objective, _language_canary, ModelExporter, _planned_bytes),
-    FLOW: PolicyKind(_flow_policy, _flow_objective, _flow_canary, FlowExporter, _planned_flow_bytes),
+    FLOW: PolicyKind(_flow_policy, make_flow_objective, _flow_canary, FlowExporter, _planned_flow_bytes),
 }

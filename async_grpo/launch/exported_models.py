@@ -8,7 +8,7 @@ import torch
 from pydantic import TypeAdapter, ValidationError
 
 from async_grpo.algorithm.advantages import ADVANTAGE_ESTIMATORS
-from async_grpo.algorithm.flow.config import FLOW
+from async_grpo.algorithm.flow.config import DIFFUSION_NFT, FLOW
 from async_grpo.config.base_weights import refuse_other_base
 from async_grpo.errors import CheckpointBroken, ConfigurationError
 from async_grpo.messages import LoraSettings
@@ -25,7 +25,7 @@ from async_grpo.modeling.lora import (
     scaling_of,
 )
 from async_grpo.modeling.policy import PolicyModel, named_full_tensors, value_head_tensors
-from async_grpo.training.checkpoint import load_weights
+from async_grpo.training.checkpoint import load_reference_weights, load_weights
 from async_grpo.training.checkpoint_folder import Manifest
 from async_grpo.training.drawing.export import write_flow_folder
 from async_grpo.training.export import VALUE_HEAD_FILE, load_value_head, write_adapter, write_model
@@ -82,7 +82,11 @@ def _export_flow_checkpoint(folder: Path, manifest: Manifest, source: str, targe
         add_lora(policy.model, settings)
         # Only creates the adapter; the values from the checkpoint then replace these
         fill_lora(policy.model, settings, seed=0, device=CPU)
-    load_weights(policy, folder)
+    if manifest.options.get("flow_loss") == DIFFUSION_NFT:
+        # The policy that draws and is evaluated is the old one
+        load_reference_weights(policy, folder)
+    else:
+        load_weights(policy, folder)
     weights = {}
     for name, tensor in named_full_tensors(policy):
         weights[name] = tensor.detach().to(torch_dtype(dtype), copy=True)

@@ -65,7 +65,8 @@ class BatchTensors:
     images: tuple[tuple[ImageReference, ...], ...]
     # Tensors made of the images for the policy's vision tower; `Objective.forward` computes them at its first call
     image_inputs: ImageInputs | None = None
-    latents: Float[Tensor, "packed 2 channels height width"] | None  # set if the policy draws
+    # Set if the policy draws; see `MicroBatch.latents`
+    latents: Float[Tensor, "packed states channels height width"] | None
     conditions: tuple[tuple[np.ndarray, ...], ...]  # see `MicroBatch.conditions`
 
     def __init__(self, batch: MicroBatch, device: torch.device) -> None:

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as torch_checkpoint
 from safetensors import SafetensorError
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
@@ -45,6 +45,7 @@ from async_grpo.training.muon import MOMENTUM_BUFFER
 from async_grpo.training.optimizer import optimizer_state
 
 CRITIC = "critic"  # prefix of the names of the critic's tensors, which distinguishes them from the policy's
+REFERENCE = "reference"  # prefix of the names of the weights of a moving reference
 MAX_FILES = 16  # maximum number of files that a rank writes for one checkpoint
 # Name of the tensor with the number of updates that the learning-rate schedule has counted
 SCHEDULE = "schedule"
@@ -79,7 +80,8 @@ class Checkpointer:
     stay: Callable[[], Collection[str]] = tuple
     critic: Critic | None = None  # the critic, if it is a separate model
     lora: LoraSettings | None = None  # settings of the adapter that is trained, stored in the manifest
-    # Yields (name, tensor) of the weights of a moving reference; the default, tuple, yields none
+    # Yields (name, tensor) of the weights of a moving reference, or of the old policy of DiffusionNFT; the default, tuple,
+    # yields none
     reference: Callable[[], Iterable[tuple[str, Tensor]]] = tuple
 
     def __post_init__(self) -> None:
@@ -242,7 +244,7 @@ class Checkpointer:
             yield from self._trained_tensors(self.critic.model, self.critic.optimizer, CRITIC)
             yield f"{SCHEDULE}.{CRITIC}", torch.tensor([self.critic.scheduler.last_epoch])
         for name, tensor in self.reference():
-            yield f"reference.{name}", tensor
+            yield f"{REFERENCE}.{name}", tensor
         yield SCHEDULE, torch.tensor([self.scheduler.last_epoch])
         yield f"random.cpu.{self.ranks.rank}", torch.get_rng_state()
         if self.ranks.device.type == "cuda":
@@ -290,8 +292,8 @@ def _restore_schedule(scheduler: LambdaLR, num_updates: int) -> None:
     scheduler.step()
 
 
-def trained_parameters(policy: PolicyModel) -> Iterator[tuple[str, Tensor]]:
-    """Yield (name, parameter) of all parameters of the policy that are trained: with LoRA, those of the adapters."""
+def trained_parameters(policy: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yield (name, parameter) of all parameters of a module that are trained: with LoRA, those of the adapters."""
     return ((name, parameter) for name, parameter in policy.named_parameters() if parameter.requires_grad)
 
 
@@ -302,6 +304,23 @@ def load_weights(policy: PolicyModel, folder: Path) -> None:
         CheckpointBroken: The checkpoint belongs to another model, or its shards cannot be read.
     """
     tensors = {f"weights.{name}": parameter.detach() for name, parameter in trained_parameters(policy)}
+    _load_into(tensors, folder)
+
+
+def load_reference_weights(policy: PolicyModel, folder: Path) -> None:
+    """Load what `Checkpointer.reference` has yielded into the model of a policy that is not sharded.
+
+    Raises:
+        CheckpointBroken: The checkpoint belongs to another model, or its shards cannot be read.
+    """
+    tensors = {}
+    for name, parameter in trained_parameters(policy.model):
+        tensors[f"{REFERENCE}.{name}"] = parameter.detach()
+    _load_into(tensors, folder)
+
+
+def _load_into(tensors: dict[str, Tensor], folder: Path) -> None:
+    """Read tensors of a checkpoint, by name, in place."""
     with _shards_of(folder) as reader:
         _refuse_other_dtypes(folder, reader.read_metadata().state_dict_metadata, tensors)
         dcp.load(tensors, storage_reader=reader, no_dist=True)

@@ -5,7 +5,7 @@ import logging
 import os
 import shutil
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -62,6 +62,8 @@ class ModelExporter:
     folder_name: str = "hf_format"  # name of the folder of all exports, in the folder of the run
     # Called on every rank after an export with its number of samples; it may save what belongs to it
     also_save: Callable[[int], Any] = lambda samples: None
+    # Within this context, the policy has the weights to export, if these are not the trained ones
+    in_place: Callable[[], AbstractContextManager[None]] = nullcontext
 
     def __post_init__(self) -> None:
         self._folder = self.output_dir / self.folder_name
@@ -108,17 +110,14 @@ class ModelExporter:
         On rank 0 the export is complete when this method returns.
         """
         target = self._folder / f"samples_{samples}"
-        if self.lora is None:
-            tensors = named_full_tensors(policy, self._dtype)
-            dtype = self._dtype
-        else:
-            tensors = ((name, full_tensor(tensor)) for name, tensor in named_lora_tensors(policy.model))
-            dtype = torch.float32  # adapters are small, and merging one in float32 is more exact
+        # Adapters are small, and merging one in float32 is more exact
+        dtype = self._dtype if self.lora is None else torch.float32
         state: dict[str, Tensor] = {}
-        # Gathering a sharded tensor is a collective of all ranks, but only rank 0 keeps the result
-        for name, tensor in tensors:
-            if self.ranks.is_main:
-                state[name] = tensor.to("cpu", dtype, copy=True)
+        with self.in_place():
+            # Gathering a sharded tensor is a collective of all ranks, but only rank 0 keeps the result
+            for name, tensor in self._full_tensors(policy):
+                if self.ranks.is_main:
+                    state[name] = tensor.to("cpu", dtype, copy=True)
         value_head = value_head_tensors(policy)
         self._last_saved = samples
         try:
@@ -133,6 +132,14 @@ class ModelExporter:
             # for rank 0
             self.also_save(samples)
         return target
+
+    def _full_tensors(self, policy: PolicyModel) -> Iterator[tuple[str, Tensor]]:
+        """Yield (name, tensor) of the weights to export. A collective."""
+        if self.lora is None:
+            yield from named_full_tensors(policy, self._dtype)
+            return
+        for name, tensor in named_lora_tensors(policy.model):
+            yield name, full_tensor(tensor)
 
     def _write(
         self,

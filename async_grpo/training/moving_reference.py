@@ -11,16 +11,15 @@ canary have shown that they arrived.
 
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, nullcontext
 
-import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
 
 from async_grpo.algorithm.config import AlgorithmConfig
-from async_grpo.modeling import local_shard
 from async_grpo.modeling.policy import PolicyModel
 from async_grpo.protocols import Proof, WeightPublisher
+from async_grpo.training.weight_copy import WeightCopy
 
 
 class FixedReference:
@@ -43,6 +42,14 @@ class FixedReference:
         """Do nothing, because the reference does not move, and return no metrics."""
         return {}
 
+    def in_place(self) -> AbstractContextManager[None]:
+        """Return a context in which the policy has the weights that engines and exports get: here the trained ones."""
+        return nullcontext()
+
+    def wrapped(self, publisher: WeightPublisher) -> WeightPublisher:
+        """Return a publisher of the weights that the engines get: here those of the policy."""
+        return publisher
+
 
 class MovingReference(FixedReference):
     """The weights of a reference that moves. All methods are collectives.
@@ -64,16 +71,11 @@ class MovingReference(FixedReference):
         self._policy = policy
         self._optimizer = optimizer
         self._config = config
-        self._followed: dict[str, nn.Parameter] = {}  # the trained weights of the policy, by name
-        self._weights: dict[str, Tensor] = {}  # the weights of the reference, by the same names
-        for name, parameter in policy.model.named_parameters():
-            if parameter.requires_grad:
-                self._followed[name] = parameter
-                self._weights[name] = parameter.detach().clone()
+        self._weights = WeightCopy(policy.model)
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield (name, tensor) of the weights, for checkpoints. They are not copies. A sharded policy yields shards."""
-        yield from self._weights.items()
+        """Yield (name, tensor) of the weights, for checkpoints; see `WeightCopy.named_weights`."""
+        return self._weights.named_weights()
 
     def send_after_self_test(self, version: int) -> None:
         """Send the reference's weights with a self-test, and wait for the proof that they arrived.
@@ -86,7 +88,6 @@ class MovingReference(FixedReference):
         """
         self._send(version, self_test=True)
 
-    @torch.no_grad()
     def follow(self, version: int) -> dict[str, float]:
         """If the reference moves after this step, move it, send its weights, and wait until they are proven.
 
@@ -97,9 +98,7 @@ class MovingReference(FixedReference):
         if version % self._config.ref_update_steps:
             return {}
         start_time = time.monotonic()
-        weights = [local_shard(weight) for weight in self._weights.values()]
-        followed = [local_shard(parameter.detach()) for parameter in self._followed.values()]
-        torch._foreach_lerp_(weights, followed, self._config.ref_mix)
+        self._weights.move(self._config.ref_mix)
         if self._config.ref_reset_optimizer:
             # The optimizer makes new moments of zero at its next step. The learning-rate schedule is not reset
             self._optimizer.state.clear()
@@ -108,29 +107,10 @@ class MovingReference(FixedReference):
 
     def _send(self, version: int, *, self_test: bool) -> None:
         assert self.publisher is not None
-        # The policy computes with the reference's weights only until they are packed for sending and the canary is
-        # computed
-        with self._exchanged():
+        # The policy computes with the reference's weights only until they are packed and the canary is computed
+        with self._weights.exchanged():
             wait_for_proof: Proof = self.publisher.publish(self._policy, version, self_test=self_test)
         wait_for_proof()
-
-    @contextmanager
-    def _exchanged(self) -> Iterator[None]:
-        """Exchange the weights of policy and reference during the `with` block. It takes the memory of one more tensor."""
-        self._exchange()
-        try:
-            yield
-        finally:
-            self._exchange()
-
-    @torch.no_grad()
-    def _exchange(self) -> None:
-        for name, weight in self._weights.items():
-            reference_shard = local_shard(weight)
-            policy_shard = local_shard(self._followed[name].detach())
-            copy = reference_shard.clone()
-            reference_shard.copy_(policy_shard)
-            policy_shard.copy_(copy)
 
 
 def make_reference(

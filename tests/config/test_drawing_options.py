@@ -37,6 +37,7 @@ def test_a_run_that_draws_needs_no_worker_for_its_reference():
         ),
         ({"eval_max_tokens": 8192, "eval_data_path": "d"}, "--eval-max-tokens 8192 is the number"),
         ({"flow_window": 11}, "the window is longer than the denoising"),
+        ({"nft_beta": 0.5}, "--nft-beta 0.5 does nothing without --flow-loss diffusion_nft"),
     ],
 )
 def test_what_does_not_go_with_drawing_is_refused_by_name(changes, message):
@@ -78,3 +79,28 @@ def test_policy_and_engine_that_do_not_fit_are_refused(changes):
 def test_options_of_vllm_are_refused_for_the_engine_that_draws(name, value, shown):
     with pytest.raises(ConfigurationError, match=f"{shown} do not go together"):
         local(**DRAWS, engine="drawing", **{name: value})
+
+
+NFT = {"policy": "flow", "max_generation_tokens": 10, "flow_loss": "diffusion_nft"}
+
+
+def test_a_run_by_diffusion_nft_needs_no_noise_level():
+    assert config(**NFT, nft_times=2).trains_by_nft
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("temperature", 0.7),
+        ("flow_window", 2),
+        ("kl_coef", 0.1),
+        ("clip_high", 0.3),
+        ("importance_level", "token"),
+        ("old_policy", "current"),
+        ("off_policy_mask_threshold", 0.1),
+    ],
+)
+def test_options_of_log_probs_are_refused_with_diffusion_nft(name, value):
+    flag = "--" + name.replace("_", "-")
+    with pytest.raises(ConfigurationError, match=f"{flag} {value} do not go together.*Leave {flag} out"):
+        config(**NFT, **{name: value})

@@ -61,12 +61,25 @@ class SlowFlowChain(FlowChain):
     max_pictures = 1
 
 
-def draw(folder: Path, steps: int) -> None:
-    """Train a policy that draws, or continue the run in the folder."""
+def draw(folder: Path, steps: int, *, by_nft: bool = False) -> None:
+    """Train a policy that draws, or continue the run in the folder.
+
+    Args:
+        folder: The folder of the run.
+        steps: Number of steps.
+        by_nft: Whether to train by DiffusionNFT, with an old policy that differs from the trained one.
+    """
     torch.set_num_threads(1)
+    flow, options = {}, {}
+    if by_nft:
+        flow = {"trains_finished": True, "window": 0}
+        options = {"flow_loss": "diffusion_nft", "temperature": 1.0, "kl_coef": 0.0}
+        options["nft_old_decay_growth"] = 0.1
     chain = SlowFlowChain(
         folder,
         steps,
+        flow,
+        **options,
         max_staleness=0,
         checkpoint_every_s=0.3,
         deterministic=True,

@@ -211,3 +211,43 @@ def test_another_model_is_refused(model, tmp_path):
     other = save_tiny_flow_model(tmp_path, num_layers=1)
     with pytest.raises(ConfigurationError, match="another model"):
         DrawingEngine.check_model(str(other), flow_settings(fingerprint))
+
+
+def test_a_finished_picture_is_one_token_drawn_without_noise_and_its_seed_repeats(model):
+    async def work():
+        engine = start(model, trains_finished=True)
+        seeds = {0: 100, 1: 101}
+        pictures = await drawn(engine, seeds)
+        for picture in pictures:
+            assert len(picture) == 1 and picture.logprobs.tolist() == [0.0]
+            assert picture.latents.shape == (1, 1, *SHAPE)
+        assert pictures[0].token_ids[0] != pictures[1].token_ids[0]
+        again = await drawn(engine, seeds)
+        assert [picture.token_ids[0] for picture in again] == [picture.token_ids[0] for picture in pictures]
+        # The same noise without noise in the steps, in an evaluation
+        evaluated = await drawn(engine, seeds, Sampling(temperature=0.0))
+        assert [picture.picture_png for picture in evaluated] == [picture.picture_png for picture in pictures]
+        assert all(picture.latents is None for picture in evaluated)
+        last_state = 255 * (np.clip(pictures[0].latents[0, 0, 0], -1, 1) + 1) / 2
+        shown = np.asarray(Image.open(io.BytesIO(pictures[0].picture_png)))
+        np.testing.assert_allclose(shown, last_state, atol=0.51)
+
+    asyncio.run(work())
+
+
+def test_a_finished_picture_has_the_oldest_version_of_its_steps(model):
+    async def work():
+        engine = start(model, trains_finished=True)
+        engine.policy_version = 3
+        drawing = asyncio.create_task(drawn(engine, {0: 5}))
+        advance = engine._advance
+
+        def advance_and_update(pictures):
+            advance(pictures)
+            engine.policy_version = 4
+
+        engine._advance = advance_and_update
+        (picture,) = await drawing
+        assert picture.versions.tolist() == [3] and engine.policy_version == 4
+
+    asyncio.run(work())

@@ -36,19 +36,19 @@ def start(folder: Path, staleness: int, ranks: int, lora_rank: int, passes: int)
     return processes
 
 
-def start_drawing(folder: Path) -> list[BaseProcess]:
+def start_drawing(folder: Path, by_nft: bool) -> list[BaseProcess]:
     """Start, or continue, the run of one rank whose policy draws."""
     folder.mkdir(exist_ok=True)
-    process = FORKED.Process(target=draw_alone, args=(folder,), name="0")
+    process = FORKED.Process(target=draw_alone, args=(folder, by_nft), name="0")
     process.daemon = True
     process.start()
     return [process]
 
 
-def draw_alone(folder: Path) -> None:
+def draw_alone(folder: Path, by_nft: bool) -> None:
     with (folder / "errors-0.txt").open("w") as errors:
         os.dup2(errors.fileno(), 2)
-    scripted_run.draw(folder, STEPS)
+    scripted_run.draw(folder, STEPS, by_nft=by_nft)
 
 
 def run_rank(
@@ -138,14 +138,15 @@ def test_a_run_killed_at_random_moments_ends_as_one_that_was_not(
 @NEEDS_DIFFUSERS
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_a_run_that_draws_and_is_killed_at_three_moments_ends_as_one_that_was_not(tmp_path):
-    finish(start_drawing(tmp_path / "whole"), tmp_path / "whole")
+@pytest.mark.parametrize("by_nft", [False, True])
+def test_a_run_that_draws_and_is_killed_at_three_moments_ends_as_one_that_was_not(tmp_path, by_nft):
+    finish(start_drawing(tmp_path / "whole", by_nft), tmp_path / "whole")
     expected = weights(tmp_path / "whole")
     chance = random.Random(2)
     folder = tmp_path / "killed"
     for _ in range(3):
-        kill_at_random(start_drawing(folder), folder, chance)
-    finish(start_drawing(folder), folder)
+        kill_at_random(start_drawing(folder, by_nft), folder, chance)
+    finish(start_drawing(folder, by_nft), folder)
     resumed = weights(folder)
     assert resumed.keys() == expected.keys()
     for name, tensor in expected.items():

@@ -39,9 +39,9 @@ class DrawingEngine:
     """An `Engine` that draws pictures.
 
     A prompt is the number of a label (one token), or the bytes of a text (one token each). A completion has one token
-    for each stochastic denoising step. All unfinished pictures take their next step in one forward pass, even if they
-    are at different steps (continuous batching). New weights are loaded between two passes, so the steps of a picture
-    may have different policy versions.
+    for each stochastic denoising step, or a single token if the trainer needs finished pictures. All unfinished pictures
+    take their next step in one forward pass, even if they are at different steps (continuous batching). New weights are
+    loaded between two passes, so the steps of a picture may have different policy versions.
 
     Args:
         policy: The policy.
@@ -149,8 +149,8 @@ class DrawingEngine:
     def _begin(self, prompt: DrawnPrompt, member: int, seed: int, sampling: Sampling) -> Picture:
         """Return a new picture, before its first step."""
         schedule: FlowSchedule = self._schedule_of(sampling.max_tokens or self._flow.num_steps)
-        temperature = sampling.temperature
-        noise_level = self._settings.temperature if temperature is None else temperature
+        is_for_training = sampling.temperature is None
+        noise_level = self._noise_level if sampling.temperature is None else sampling.temperature
         stochastic = range(0)
         if noise_level:
             # An evaluation may use more steps than training. The window of stochastic steps then has the same number of
@@ -170,7 +170,13 @@ class DrawingEngine:
             stochastic=stochastic,
             generator=torch.Generator().manual_seed(seed),
             shape=self._folder.latent_shape,
+            keeps_finished=self._flow.trains_finished and is_for_training,
         )
+
+    @property
+    def _noise_level(self) -> float:
+        """Return the noise level of pictures that are trained on."""
+        return 0.0 if self._flow.trains_finished else self._settings.temperature
 
     async def _serve(self) -> None:
         """Advance all pictures, step by step, until this task is cancelled."""

@@ -13,6 +13,8 @@ from async_grpo.modeling.flow.prompt_inputs import Condition
 from async_grpo.modeling.flow.schedule import FlowSchedule
 from async_grpo.types import Completion, FinishReason
 
+MAX_TOKEN_ID = 2**31 - 1  # token ids are int32
+
 
 @dataclass(frozen=True)
 class Denoising:
@@ -41,6 +43,7 @@ class Picture:
         stochastic: Indices of its stochastic steps.
         generator: Source of its noise, so that a seed always gives the same picture.
         shape: Channels, height and width of the state.
+        keeps_finished: Whether the trainer needs the finished picture instead of its stochastic steps.
     """
 
     member: int
@@ -49,6 +52,7 @@ class Picture:
     stochastic: range
     generator: torch.Generator
     shape: tuple[int, int, int]
+    keeps_finished: bool = False
     step: int = 0  # number of finished steps
     png: bytes = b""  # the finished picture as a PNG file; b"" until it is decoded
     begun_at: float = field(default_factory=time.time)  # Unix time
@@ -100,6 +104,8 @@ class Picture:
 
     def finished(self) -> Completion:
         """Return the completion of the finished picture."""
+        if self.keeps_finished:
+            self._become_one_token()
         return Completion(
             token_ids=np.array(self._steps, np.int32),
             logprobs=np.array(self._logprobs, np.float32),
@@ -112,6 +118,17 @@ class Picture:
             condition=self.prompt.condition if self._latents else (),
             picture_png=self.png,
         )
+
+    def _become_one_token(self) -> None:
+        """Replace the steps by a single token, the finished picture, of the oldest policy version that drew it.
+
+        The id of the token is the seed of the noises with which the trainer mixes the picture. So these are the same
+        however pictures are packed, and after a resumption.
+        """
+        self._steps = [int(torch.randint(MAX_TOKEN_ID, (), generator=self.generator))]
+        self._logprobs = [0.0]
+        self._versions = [min(self._versions)]
+        self._latents = [self.state[None].numpy()]
 
 
 def png_of(picture: np.ndarray) -> bytes:

@@ -144,7 +144,7 @@ class FlowPolicy(nn.Module):
             latents = torch.zeros(len(input_ids), 2, *self.latent_shape, device=input_ids.device)
         if not num_trained:
             positions = first_tokens[:1] + 1
-        prompts = self._prompts(input_ids, cu_seqlens, positions, conditions)
+        prompts = self.prompts_of_steps(input_ids, cu_seqlens, positions, conditions)
         steps = input_ids[positions]
         results = self.step_results(prompts, steps, latents[positions])
         if not num_trained:
@@ -152,7 +152,7 @@ class FlowPolicy(nn.Module):
             return tuple(0.0 * result.sum() + result.new_zeros(len(input_ids)) for result in results)
         return tuple(result.new_zeros(len(input_ids)).index_copy(0, positions, result) for result in results)
 
-    def _prompts(
+    def prompts_of_steps(
         self,
         input_ids: Int64[Tensor, " packed"],
         cu_seqlens: Int[Tensor, " boundaries"],
@@ -228,6 +228,15 @@ class FlowPolicy(nn.Module):
         """
         times = (schedule or self.schedule).times(steps)
         return self._predicted(self.model, x, times.timesteps, prompts)
+
+    def velocity_at(
+        self,
+        x: Float[Tensor, "pairs channels height width"],
+        timesteps: Float[Tensor, " pairs"],
+        prompts: PromptInputs,
+    ) -> Float[Tensor, "pairs channels height width"]:
+        """Return the model's velocity at states of any times, which are given in the units of the model."""
+        return self._predicted(self.model, x, timesteps, prompts)
 
     def _predicted(
         self,

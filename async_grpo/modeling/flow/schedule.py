@@ -38,6 +38,28 @@ class FlowSchedule:
             timesteps=_tensor(self.timesteps, steps)[steps],
         )
 
+    def times_at(
+        self, shares: Float[Tensor, " times"]
+    ) -> tuple[Float[Tensor, " times"], Float[Tensor, " times"]]:
+        """Return times between the steps, and the same in the units of the model.
+
+        Uniform shares give times with the density of the schedule, so that a shifted schedule has more times where it has
+        more steps.
+
+        Args:
+            shares: Shares of the steps that are done, at least 0 and below 1.
+        """
+        places = shares * self.num_steps
+        steps = places.long().clamp(max=self.num_steps - 1)
+        parts = places - steps
+        times = self.times(steps)
+        # The model's unit is a multiple of the time, so that its last value is 0, as that of the time
+        timesteps = _tensor((*self.timesteps, 0.0), steps)
+        return (
+            torch.lerp(times.begin, times.end, parts),
+            torch.lerp(timesteps[steps], timesteps[steps + 1], parts),
+        )
+
 
 @dataclass(frozen=True)
 class StepTimes:

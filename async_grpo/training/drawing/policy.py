@@ -2,6 +2,7 @@
 
 import numpy as np
 from jaxtyping import Float32, Int
+from torch.distributed.fsdp import register_fsdp_forward_method
 
 from async_grpo.messages import SharedRunSettings
 from async_grpo.modeling.flow.canary import flow_canary_logprobs
@@ -60,7 +61,9 @@ def shard_flow_policy(
         layers += policy.family.blocks(policy.reference)
     # FSDP must not cast the inputs: the noisy pictures must stay in float32. The policy itself casts what the model
     # reads
-    shard_modules(policy, layers, ranks, config, torch_dtype(dtype), casts_inputs=False)
+    if shard_modules(policy, layers, ranks, config, torch_dtype(dtype), casts_inputs=False):
+        # Makes FSDP gather the root's weights when DiffusionNFT calls this method in place of `forward`
+        register_fsdp_forward_method(policy, "velocity_at")
     return policy.train()
 
 
