@@ -10,11 +10,14 @@ the sample is left out of training.
 
 import argparse
 import json
+from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 PROTOCOL = 1
 MAX_BODY_BYTES = 16 * 2**20
+# Returns what the reply holds for one sample, given the sample and its images as base64 texts
+Score = Callable[[dict[str, Any], list[str]], dict[str, Any]]
 
 
 def score(sample: dict[str, Any], images: list[str]) -> dict[str, Any]:
@@ -30,7 +33,7 @@ def score(sample: dict[str, Any], images: list[str]) -> dict[str, Any]:
     return {"reward": float(right), "length": len(completion)}
 
 
-def reply_to(request: Any) -> dict[str, Any]:
+def reply_to(request: Any, score: Score) -> dict[str, Any]:
     """Return the reply to one request, one score per sample.
 
     Raises:
@@ -44,14 +47,14 @@ def reply_to(request: Any) -> dict[str, Any]:
     images = request.get("images", [[] for _ in samples])
     if not isinstance(images, list) or len(images) != len(samples):
         raise ValueError("`images` must hold one list per sample")
-    scores = [_score(sample, sample_images) for sample, sample_images in zip(samples, images, strict=True)]
+    scores = [_scored(score, *pair) for pair in zip(samples, images, strict=True)]
     answer = {"protocol": PROTOCOL, "scores": scores}
     if "id" in request:
         answer["id"] = request["id"]  # the client checks the id, to recognize a reply to another request
     return answer
 
 
-def _score(sample: dict[str, Any], images: list[str]) -> dict[str, Any]:
+def _scored(score: Score, sample: dict[str, Any], images: list[str]) -> dict[str, Any]:
     try:
         return score(sample, images)
     except Exception as error:  # an error with one sample must not affect the other samples
@@ -61,6 +64,7 @@ def _score(sample: dict[str, Any], images: list[str]) -> dict[str, Any]:
 class Handler(BaseHTTPRequestHandler):
     """Answers POST requests to /score."""
 
+    server: "Server"
     protocol_version = "HTTP/1.1"  # keeps connections open, so that the client can reuse them
     timeout = 60  # seconds after which the thread of a silent client ends
 
@@ -74,7 +78,7 @@ class Handler(BaseHTTPRequestHandler):
         if self.path != "/score":
             return self._answer(404, {"error": "only /score is here"})
         try:
-            return self._answer(200, reply_to(json.loads(body)))
+            return self._answer(200, reply_to(json.loads(body), self.server.score))
         except (ValueError, RecursionError) as error:
             return self._answer(400, {"error": str(error)})
 
@@ -94,18 +98,28 @@ class Server(ThreadingHTTPServer):
     request_queue_size = 512  # a run opens many connections at once
     daemon_threads = True
 
+    def __init__(self, address: tuple[str, int], score: Score) -> None:
+        super().__init__(address, Handler)
+        self.score = score
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description="A reward server for HTTPScorer.")
+
+def address_arguments(description: str) -> argparse.ArgumentParser:
+    """Return a parser of the server's address."""
+    parser = argparse.ArgumentParser(description=description)
     parser.add_argument(
         "--host", default="127.0.0.1", help="address to listen on; needs a trusted network: there is no key"
     )
     parser.add_argument("--port", type=int, default=8080, help="port to listen on; 0 chooses a free one")
-    options = parser.parse_args()
-    with Server((options.host, options.port), Handler) as server:
-        print(f"scoring on http://{options.host}:{server.server_port}", flush=True)
+    return parser
+
+
+def serve(host: str, port: int, score: Score) -> None:
+    """Answer requests until the program is interrupted."""
+    with Server((host, port), score) as server:
+        print(f"scoring on http://{host}:{server.server_port}", flush=True)
         server.serve_forever()
 
 
 if __name__ == "__main__":
-    main()
+    options = address_arguments("A reward server for HTTPScorer.").parse_args()
+    serve(options.host, options.port, score)

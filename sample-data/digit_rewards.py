@@ -26,6 +26,11 @@ def read_digit(sample: Mapping[str, Any]) -> dict[str, float]:
     return {"reward": float(probabilities[digit]), "is_read": float(probabilities.argmax() == digit)}
 
 
+def read_text(picture: Any) -> str:
+    """Return the digit that a picture shows."""
+    return str(_reader().probabilities(_as_values({"picture": picture})[None])[0].argmax())
+
+
 def thick_strokes(sample: Mapping[str, Any]) -> float:
     """Return the part of the picture that is ink, from 0 to 1."""
     return float((_as_values(sample).mean() + 1) / 2)

@@ -15,7 +15,16 @@ raises JudgeError if there is no verdict, and ConfigurationError if the sample l
 
 from async_grpo.rewards.judges.llm import GenerativeRM, LLMJudge
 from async_grpo.rewards.judges.picture_judge import PictureJudge
+from async_grpo.rewards.judges.picture_reader import PictureReader
 from async_grpo.rewards.judges.remote_judge import JudgeAddresses
 from async_grpo.rewards.judges.scorers import HTTPScorer, RewardModelJudge
 
-__all__ = ["GenerativeRM", "HTTPScorer", "JudgeAddresses", "LLMJudge", "PictureJudge", "RewardModelJudge"]
+__all__ = [
+    "GenerativeRM",
+    "HTTPScorer",
+    "JudgeAddresses",
+    "LLMJudge",
+    "PictureJudge",
+    "RewardModelJudge",
+    "PictureReader",
+]

@@ -147,6 +147,10 @@ class HTTPScorer(RemoteJudge):
         reply = await send(body, (num_characters / CHARACTERS_PER_TOKEN, 0.0))
         if reply.get("id", body["id"]) != body["id"]:
             raise BadReply(f"the scorer answers the request {quote(reply['id'])}, not {body['id']!r}")
+        return self._answer_of(reply, sample)
+
+    def _answer_of(self, reply: Mapping[str, Any], sample: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the answer of the judge."""
         return score_of(reply)
 
     def _body(self, sample: Mapping[str, Any]) -> dict[str, Any]:
@@ -168,11 +172,7 @@ def score_of(reply: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         BadReply: The scorer reports an error, or the reply does not follow the protocol.
     """
-    if reply.get("protocol") != PROTOCOL:
-        raise BadReply(f"the scorer speaks protocol {quote(reply.get('protocol'))}, not {PROTOCOL}")
-    score = only_item(reply, "scores")
-    if "error" in score:
-        raise BadReply(f"the scorer failed: {_beginning_of(score['error'])}")
+    score = item_of(reply)
     if "abstain" in score:
         return {"abstain": _beginning_of(score["abstain"])}
     if "reward" not in score or len(score) > MAX_EXTRAS:
@@ -184,6 +184,20 @@ def score_of(reply: Mapping[str, Any]) -> dict[str, Any]:
     if long_names:
         raise BadReply(f"a name in the scorer's score is too long: {quote(long_names[0])}")
     return {name: float(value) for name, value in score.items()}
+
+
+def item_of(reply: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what a reply holds for the only sample.
+
+    Raises:
+        BadReply: The server reports an error, or the reply does not follow the protocol.
+    """
+    if reply.get("protocol") != PROTOCOL:
+        raise BadReply(f"the scorer speaks protocol {quote(reply.get('protocol'))}, not {PROTOCOL}")
+    item = only_item(reply, "scores")
+    if "error" in item:
+        raise BadReply(f"the scorer failed: {_beginning_of(item['error'])}")
+    return item
 
 
 def _beginning_of(explanation: Any) -> str:
