@@ -20,7 +20,7 @@ _MARKDOWN = ("markdown", "md")
 _FENCES = ("```", "~~~")
 _PRINTING_NAMES = ("print", "pprint")
 _PRINTING_ATTRIBUTES = ("write", "writelines", "stdout")
-# The first word of a line that defines or prints, and the defined name, for code that cannot be parsed
+# Matches `def f`, `class F` (with the name as a group) or `print` at the beginning of a line, in code that cannot be parsed
 _DEFINES_OR_PRINTS = re.compile(r"^[ \t]*(?:(?:async[ \t]+def|def|class)[ \t]+(\w+)|print\b)", re.MULTILINE)
 _DEFINING = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 _IMPORTING = (ast.Import, ast.ImportFrom)
@@ -393,7 +393,7 @@ def _parsed(code: str) -> ast.Module | None:
     if len(code) > MAX_PARSED_CHARACTERS:
         return None
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # such as for an unknown escape in a string
+        warnings.simplefilter("ignore")  # Python warns, for example, of an unknown escape in a string
         try:
             return ast.parse(code)
         except (SyntaxError, ValueError, RecursionError, MemoryError):
