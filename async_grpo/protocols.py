@@ -80,8 +80,9 @@ class Logprobs(Protocol):
             sequences: Token ids (N,) of each prompt and its completion.
             prompt_lengths: Number of prompt tokens of each sequence.
             allowed: For each sequence, the tokens that a grammar allowed at each of its N tokens, or None. The log-probs
-                are those of a softmax over the allowed tokens. Only passed if a sequence has a grammar, or images.
-            images: The images of each sequence. Only passed if a sequence has an image.
+                are those of a softmax over the allowed tokens. The argument is only passed if a sequence has a grammar
+                or an image.
+            images: The images of each sequence. The argument is only passed if a sequence has an image.
         """
 
 

@@ -26,7 +26,8 @@ class Aggregation:
 
     # Divisor of the sum: the number of "tokens", "sequences" or "groups"; None divides by 1
     unit: str | None
-    # Divisor of a token's loss: the number of tokens in its "sequence" or its "group", or the constant "scale"
+    # Divisor of a token's loss: the number of tokens in its "sequence" or its "group", or the constant "scale"; None
+    # divides by 1
     per: str | None = None
     scale: float = 1.0
 

@@ -95,7 +95,7 @@ class AdapterSender:
         return landed
 
     def _compare_with_base(self, worker_id: str, logprobs: np.ndarray) -> None:
-        """Warn if an engine computes exactly the same log-probs with an adapter as without it."""
+        """Warn if an engine computes exactly the same log-probs with a LoRA adapter as without it."""
         if self._name == BASE:
             self._base_logprobs[worker_id] = logprobs
         elif np.array_equal(logprobs, self._base_logprobs.get(worker_id, np.zeros(0))):

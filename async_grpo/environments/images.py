@@ -163,7 +163,7 @@ class TrajectoryImages:
         return plain_messages, tuple(images)
 
     async def _reference(self, part: Mapping[str, Any]) -> ImageReference:
-        """Return the reference of the image of a part."""
+        """Return the reference of the image in a message part. If the image is new, store it first."""
         value = image_value(part)
         if isinstance(value, ImageReference):
             return value

@@ -14,7 +14,8 @@ from async_grpo.environments.trajectory_client import TrajectoryClient, trusted_
 from async_grpo.protocols import Generation
 from async_grpo.types import Completion, Prompt, Sampling, Session
 
-# A rollout program: plays one trajectory that begins with the prompt, and returns `policy.trajectory(...)`
+# A rollout program: plays one trajectory that begins with the prompt, and returns the completion that
+# `TrajectoryClient.trajectory` makes of it
 Program = Callable[[Prompt, TrajectoryClient], Awaitable[Completion]]
 
 

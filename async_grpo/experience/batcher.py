@@ -251,7 +251,7 @@ class ExperienceBatcher:
             self._alive[number] = UnfinishedGroup(next(self.cursor), group.resampled + 1)
         group = self.advantages.with_group_mean(group)
         group = await self.rollouts.add_logprobs(group)
-        # `_offer` waits only for its lock, not for a place in a step
+        # This wait ends when the groups offered earlier are packed, even if the group cannot be placed in a step yet
         with waiting("step", f"group {number}", "its step"):
             await self._offer(group)
 

@@ -77,7 +77,7 @@ def plain(value: Any) -> Any:
         return image_url
     if hasattr(value, "tolist"):  # a number or an array of numpy, torch or pyarrow
         return plain(value.tolist())
-    if isinstance(value, str | int | float):  # a subclass, such as an enum's
+    if isinstance(value, str | int | float):  # for example a member of a `str` enum
         return value
     raise TypeError(f"a {type(value).__name__}")
 

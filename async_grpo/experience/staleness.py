@@ -18,12 +18,13 @@ So there are (k + 1) * P - slack of them. By the end of step k, (k + 1) * P grou
 are early, which means that they are due after step k. So at least (k + 1) * P - slack trained groups are due in step k
 or earlier, and these must be all of them. Without slack, step k trains the groups from k * P to (k + 1) * P - 1.
 
-With several passes over each batch (`PassPlan`), a "step" of the assembler is a minibatch. The trainer trains the
-minibatches of a cycle in C optimizer steps. Then the next weights become live, and the cycle's G groups are no longer
-alive. `max_staleness` still counts optimizer steps: at most (S + 1) // C * G groups are alive, and `slack` is the unused
-part of this number. When version v is live, the groups of the first v // C cycles are no longer alive. So a group that is
-admitted now is due in a cycle before v // C + (S + 1) // C. All steps of this cycle are below
-(v // C + (S + 1) // C) * C, which is at most v + S + 1. So no pass trains a token that is more than S steps old.
+With several passes over each batch, a "step" of the assembler is a minibatch, and the engines get new weights only at the
+end of a cycle. A cycle is all passes over one batch (see `PassPlan`): C optimizer steps, which train K groups. These groups
+are alive until the weights after the cycle are live. `max_staleness` still counts optimizer steps: at most
+(S + 1) // C * K groups are alive, and `slack` is the unused part of this number. When version v is live, the groups of the
+first v // C cycles are no longer alive. So a group that is admitted now is due in a cycle before v // C + (S + 1) // C. All
+steps of this cycle are below (v // C + (S + 1) // C) * C, which is at most v + S + 1. So no pass trains a token that is
+more than S steps old.
 """
 
 import asyncio
@@ -48,9 +49,10 @@ class StalenessBudget:
     Args:
         groups_per_step: Groups that one optimizer step trains (P).
         max_staleness: Steps by which a token may be older than the policy that is trained (S).
-        capacity: Maximum number of groups alive, at least those of a cycle (with one pass, P). None means the largest
-            number that the bound allows (with one pass, (S + 1) * P). A lower number makes the tokens younger on average.
-        plan: Numbers of the optimizer steps, if batches are trained in several passes.
+        capacity: Maximum number of groups alive. It must be at least the number of groups that are trained between two
+            weight syncs (with one pass, P). None means the largest number that the bound allows (with one pass,
+            (S + 1) * P). A lower number makes the tokens younger on average.
+        plan: Says which optimizer steps train a minibatch, if batches are trained in several passes.
     """
 
     def __init__(

@@ -381,8 +381,8 @@ class GenerationWorker:
                     f"{self._requests.num_unfinished} requests under way"
                 )
                 return self._broken_reason
-        lack = lack_in_step(self._requests.num_unfinished)
-        return f"the vLLM engine's processes died; {lack}".removesuffix("; ")
+        memory_error = lack_in_step(self._requests.num_unfinished)
+        return f"the vLLM engine's processes died; {memory_error}".removesuffix("; ")
 
     def progress(self) -> dict[str, Any]:
         """Return statistics of the time since the last call. See `protocols.Engine`."""

@@ -20,14 +20,15 @@ class ReadBack:
     ignored from then on. The first update may bring only some of the layers (see `weights.self_test.groups_within`), so
     each place has a first update of its own.
 
-    If an engine applies an adapter, every tensor of the adapter is a separate place, and is never ignored. A place of
+    If an engine applies a LoRA adapter, every tensor of the adapter is a separate place, and is never ignored. A place of
     the base model must keep the fingerprint that it had in `begin` until it receives weights.
     """
 
     def __init__(self) -> None:
         self._unreadable: set[str] = set()
         self._not_in_use: set[str] = set()  # readable places that differ after the last update
-        # Place -> fingerprint at the start of an engine with an adapter; empty for an engine that receives all weights
+        # Places of the base model -> their fingerprints when the engine started. Empty if the engine applies no LoRA
+        # adapter, because it then receives all weights
         self._at_start: dict[str, int] = {}
         self._received_once: set[str] = set()  # places of the model that have received weights
         self._adapter: set[str] = set()  # names of the adapter's tensors, which are also places
@@ -35,7 +36,7 @@ class ReadBack:
         self._adapter_not_in_use: set[str] = set()
 
     def begin(self, processes: FingerprintsOfProcesses) -> None:
-        """Record the weights with which an engine starts, if it will apply an adapter to them."""
+        """Record the weights with which an engine starts. Call this only if the engine applies a LoRA adapter to them."""
         places = processes[0][0].keys()
         self._at_start = {place: _sum_of_used(processes, place) for place in places}
 

@@ -184,7 +184,7 @@ def _loaded(
 
 
 def _refuse_other_weights(folder: Path, model: PreTrainedModel, loading_info: dict[str, Any]) -> None:
-    """Raise ConfigurationError if the files lack weights of the model, or have further ones in parts of the model.
+    """Raise ConfigurationError if the files lack weights of the model, or have weights of its parts that it does not use.
 
     Weights of other parts, such as a value head, are ignored: the model computes the same without them.
     """
@@ -205,9 +205,10 @@ def _refuse_other_weights(folder: Path, model: PreTrainedModel, loading_info: di
 
 
 def _is_of_a_part(model: PreTrainedModel, name: str) -> bool:
-    """Return whether a weight's name begins with the name of a part of the model, such as `lm_head` or `model.layers`.
+    """Return whether a weight belongs, by its name, to a part of the model, such as `lm_head` or `model.layers`.
 
-    Return False for masks and positions, which older files contain, and for layers that only predict further tokens.
+    Two kinds of weights do not count, because a model without them computes the same: masks and positions, which older
+    files contain, and additional layers that only predict further tokens.
     """
     if name.endswith(BUFFER_NAMES) or _is_of_a_further_layer(model.config.get_text_config(), name):
         return False

@@ -188,7 +188,8 @@ class PolicyModel(nn.Module):
             The positions of the selected tokens, without the first tokens of sequences, and the hidden state before each.
         """
         # Equal beginnings of sequences are computed only once. `hidden` has one row for each distinct state:
-        # packing.tokens has the token of each row, and packing.rows_of_tokens the row of each token
+        # packing.tokens has the token of each row, and packing.rows_of_tokens the row of each token. All images have the
+        # same placeholder tokens, so `keys` replaces these by numbers that differ between different images
         packing = Packing(input_ids if images is None else images.keys(input_ids), cu_seqlens)
         hidden = self._hidden_states(input_ids[packing.tokens], packing, images)
         first_tokens = cu_seqlens[:-1].to(loss_mask.device, torch.int64)

@@ -190,7 +190,10 @@ def _recorded_completions(
 
 
 def _pop_nearest(completions: list[RecordedCompletion], advantage: float) -> RecordedCompletion:
-    """Remove and return the completion with the nearest advantage. Several completions may have the same text."""
+    """Remove and return the completion whose advantage is nearest to the given one.
+
+    All completions in the list are of one group and have the same text, so only their advantages differ.
+    """
 
     def distance(completion: RecordedCompletion) -> float:
         return abs(completion.numbers["advantages"][-1] - advantage)

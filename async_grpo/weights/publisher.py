@@ -126,8 +126,8 @@ class Publisher:
         started = time.monotonic()
         self._for_late = self_test and self._has_proof
         wait_for_self_test: Proof = self._run_self_test(model) if self_test else dict
-        # The draft needs the result of the first round of the self-test, which has ended. The last round may still be
-        # running: the engines load its weights while this rank computes
+        # The draft needs the result of the first round of the self-test. `_run_self_test` has waited for it, but not for
+        # the last round, whose weights the engines load while this rank computes
         draft = self._draft(model, version)
         self._prepared = None
         wait_for_self_test()

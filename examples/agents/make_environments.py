@@ -97,7 +97,7 @@ def make_node(name: str, folder: Path, is_update: bool) -> None:
 
 
 def make(name: str, folder: Path, is_update: bool = False) -> str:
-    """Make one environment unless it already exists with these pins. Return a text that says what was done."""
+    """Make a framework's environment, unless it exists and its pins have not changed. Return what was done, as a text."""
     stamp = folder / STAMP_NAME
     if not is_update and stamp.exists() and stamp.read_text() == digest(name):
         return "is up to date"

@@ -100,7 +100,7 @@ class AgentEndpoint:
         self._port = port
         self._address_file = address_file
         self._max_connections = max_connections
-        self._open: dict[str, Trajectory] = {}  # key -> open trajectory
+        self._open: dict[str, Trajectory] = {}  # open trajectories, by their keys
         self._unclaimed = asyncio.Queue[str]()  # keys of trajectories that no agent has claimed yet
         self._broken: Result | None = None  # failure of all trajectories once the agents' program has ended
         self._runner: web.AppRunner | None = None

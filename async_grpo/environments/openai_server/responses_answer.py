@@ -168,7 +168,12 @@ def _events_of_item(output_index: int, item: dict[str, Any]) -> list[dict[str, A
 
 
 def _events_of_part(place: dict[str, Any], part: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return the events of the text of a message or of a thought."""
+    """Return the events of one content part of an item: of a message's text, or of a thought's text.
+
+    Args:
+        place: Fields that every event has, to say to which part it belongs: the item's id, and two indices.
+        part: The complete part.
+    """
     kind = f"response.{part['type']}"
     # In OpenAI's API, only texts of messages have a list of log probabilities
     further: dict[str, Any] = {"logprobs": []} if part["type"] == "output_text" else {}

@@ -101,7 +101,7 @@ def unsupported_fields(request: Mapping[str, Any], unsupported: Mapping[str, str
 
 
 def ignored_fields(request: Mapping[str, Any]) -> list[str]:
-    """Return the names of the fields of a request that are ignored. All of them are names of `IGNORED`.
+    """Return the names of a request's fields that are ignored. `IGNORED` contains all of these names.
 
     >>> ignored_fields({"temperature": 0, "top_p": None, "parallel_tool_calls": True, "text": {"verbosity": "low"}})
     ['temperature', 'verbosity']

@@ -97,9 +97,10 @@ def plain_notation(text: str) -> str:
 
 
 def readings(text: str) -> list[str]:
-    r"""Return the notations of an answer that may mean several things, the likeliest one first.
+    r"""Return what an answer may mean, as one or more notations, the likeliest one first.
 
-    An approximation of a fraction may be the answer, and so may the number before a letter that may be a unit.
+    `5 N` may be a product, or the number 5 with a unit. `\frac{2}{3} = 0.667` may be the fraction alone, or the whole
+    equation. `3\pi \approx 9.42` may also be the decimals alone. `2 and 2/3` may be a mixed number, or two numbers.
 
     >>> readings("5 N"), readings(r"\frac{2}{3} = 0.667"), readings("7")
     (['5 N', '5'], ['\\frac{2}{3}', '\\frac{2}{3} = 0.667'], ['7'])

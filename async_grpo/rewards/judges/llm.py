@@ -161,7 +161,8 @@ class LLMJudge(ModelJudge):
             num_requests = num_missing // count
             requests = []
             for _ in range(num_requests):
-                # Each request has its own random key in the marker lines
+                # Make a new body for each request: `_body` puts a new random key into the lines that mark the beginning and
+                # the end of the completion (see `judge_prompts`)
                 body = self._body(sample, count)
                 requests.append(send(body, self._tokens(body, count)))
             unread_reasons = []

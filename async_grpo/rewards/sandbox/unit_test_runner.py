@@ -26,7 +26,11 @@ from async_grpo.rewards.sandbox.tested_objects import (
 
 
 class Solution(dict[str, Any]):
-    """The built-in names of the tests: Python's own, which the tested code cannot replace, and the tested code's names."""
+    """The dict in which Python looks up the built-in names of the tests (`__builtins__`).
+
+    It contains Python's own built-in names, which the tested code cannot replace. Any other name is looked up in the
+    process of the tested code.
+    """
 
     def __init__(self, channel: RpcChannel, tree: ast.Module) -> None:
         super().__init__(vars(builtins))

@@ -44,7 +44,7 @@ def latent_size(picture_size: int, scale: int, patch: int) -> int:
 
 
 def packed_shape(config: Config, scale: int, picture_size: int) -> tuple[int, int, int]:
-    """Return the shape of the latents of a model that reads patches of latents as channels of its tokens."""
+    """Return the latents' shape (channels, height, width), for a model that reads each patch of latents as one token."""
     # By default, the pipelines of diffusers draw 128 x 128 latents
     size = latent_size(picture_size or 128 * scale, scale, PATCH)
     return int(config["in_channels"]) // PATCH**2, size, size
