@@ -50,11 +50,10 @@ class LabelPrompts:
             return list(numbers)
         name = row.get("input", row.get("prompt"))
         if not isinstance(name, str) or name.strip() not in self._number_by_name:
-            hint = "; with --prompt-column, set --prompt-as text" if isinstance(name, list) else ""
             label_names = ", ".join(list(self._number_by_name)[:SHOWN_LABELS])
             raise ConfigurationError(
                 f"the prompt of --policy flow must be the name of a label, not {str(name)[:80]!r}; labels: "
-                f"{label_names}{hint}"
+                f"{label_names}{_hint(name)}"
             )
         return [self._number_by_name[name.strip()]]
 
@@ -90,9 +89,9 @@ class TextPrompts:
         refuse_picture_columns(row)
         text = row.get("input", row.get("prompt"))
         if not isinstance(text, str) or not text.strip():
-            hint = "; with --prompt-column, set --prompt-as text" if isinstance(text, list) else ""
             raise ConfigurationError(
-                f"the prompt of --policy flow must be a text that says what to draw, not {str(text)[:80]!r}{hint}"
+                f"the prompt of --policy flow must be a text that says what to draw, not {str(text)[:80]!r}"
+                f"{_hint(text)}"
             )
         try:
             token_ids = list(text.strip().encode())
@@ -110,6 +109,11 @@ class TextPrompts:
 
     def warn_about_use(self, has_environment: bool) -> None:
         """Do nothing, because there is no chat template to warn about. See `PromptRenderer`."""
+
+
+def _hint(prompt: Any) -> str:
+    """Return the end of a message about a wrong prompt: which option is missing if it is a conversation, or ""."""
+    return "; with --prompt-column, set --prompt-as text" if isinstance(prompt, list) else ""
 
 
 def flow_prompts(folder: FlowFolder) -> LabelPrompts | TextPrompts:

@@ -188,6 +188,31 @@ async def test_a_failing_step_ends_the_worker(model):
 
 
 @in_loop
+async def test_a_picture_that_is_no_number_ends_the_worker_and_is_not_scored(model):
+    engine = start(model)
+    with torch.no_grad():
+        next(engine._policy.model.parameters()).fill_(float("nan"))
+    with pytest.raises(WorkerLost, match="a picture with policy version -1 has pixels that are no finite"):
+        await drawn(engine, {0: 1}, Sampling(temperature=0.0))
+
+
+@pytest.mark.parametrize("num_steps", [1, 2])
+def test_few_steps_have_log_probs_that_the_trainer_recomputes(model, num_steps):
+    """With a single step, the noise scale cannot be taken at the beginning of a second one."""
+
+    async def work():
+        engine = start(model, num_steps=num_steps)
+        policy = FlowPolicy.of_folder(read_flow_folder(model), num_steps, NOISE_LEVEL)
+        for completion in await drawn(engine, {0: 1, 1: 2}):
+            assert completion.token_ids.tolist() == list(range(num_steps))
+            expected = trainer_logprobs(policy, 2, completion).detach().numpy()
+            assert np.isfinite(expected).all()
+            assert np.abs(completion.logprobs - expected).max() < 1e-5
+
+    asyncio.run(work())
+
+
+@in_loop
 async def test_a_closed_engine_refuses_requests(model):
     engine = start(model)
     await drawn(engine, {0: 1})

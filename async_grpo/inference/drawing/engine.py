@@ -245,6 +245,11 @@ class DrawingEngine:
         """Make the files of finished pictures. Decode them one by one, because a VAE needs much memory for each picture."""
         for picture in pictures:
             pixels = self._reader.decode(picture.state[None].to(self._policy.device))[0]
+            if not torch.isfinite(pixels).all():
+                # It would become a black picture, which a reward would score like any other
+                raise ArithmeticError(
+                    f"a picture with policy version {self.policy_version} has pixels that are no finite numbers"
+                )
             picture.png = png_of(pixels.float().cpu().numpy())
 
     async def update(self, version: int, chunks: Sequence[memoryview]) -> Manifest:
