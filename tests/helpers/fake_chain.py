@@ -58,6 +58,8 @@ class PoolVerification:
 class Chain:
     """A controller in a thread with some engines, and a trainer in this one."""
 
+    images_folder: Path | None = None  # folder of the run's images; None if the model reads none
+
     def __init__(
         self,
         folder: Path,
@@ -117,7 +119,7 @@ class Chain:
         questions = self.questions()
         folder = Path(self.settings.checkpoint) if self.settings.checkpoint else None
         given = self.config, NO_FACTS, self.num_ranks, questions, verification, folder
-        self.link.run(self.controller.start_batcher(*given))
+        self.link.run(self.controller.start_batcher(*given, images_folder=self.images_folder))
 
         def save(partial: Path, step: int) -> Callable[[], Any]:
             return self.link.begin(self.controller.save_experience(partial, step)).result

@@ -3,7 +3,7 @@
     python scripted_run.py FOLDER STALENESS STEPS [RANK WORLD_SIZE LORA_RANK PASSES]
 
 `draw` is a run of one rank whose policy draws. Its engine draws one picture at a time, because the last bits of a forward
-pass depend on the number of pictures in it.
+pass depend on the number of pictures in it. `see` is a run of one rank whose prompts have images.
 
 Generation takes its time, so that groups are finished, under way and not begun when it ends. Ranks but the first ask rank 0
 for their messages, through a socket in FOLDER.
@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from fake_chain import Chain, chain_config
 from flow_chain import FlowChain, darkness
+from image_chain import ImageChain
 from tiny_policy import SETTINGS
 
 from async_grpo.cluster.make_trainer import make_trainer
@@ -30,6 +31,7 @@ from async_grpo.config.lora import lora_settings
 from async_grpo.config.run import RunConfig
 from async_grpo.inference.drawing.engine import DrawingEngine
 from async_grpo.messages import Message
+from async_grpo.processes.image_files import read_image
 from async_grpo.testing import FakeEngine, FakeVerification
 from async_grpo.training.distributed import distributed_run, leave
 
@@ -38,6 +40,18 @@ class SlowEngine(FakeEngine):
     """Takes up to 30 ms for a completion, by its seed."""
 
     async def complete(self, prompt_token_ids, seeds, sampling=None):
+        for member, seed in seeds.items():
+            await asyncio.sleep(0.03 * (seed % 97) / 97)
+            async for completion in super().complete(prompt_token_ids, {member: seed}, sampling):
+                yield completion
+
+
+class SlowImageEngine(FakeEngine):
+    """Takes up to 30 ms for a completion, by its seed, and reads the images of its prompt."""
+
+    async def complete(self, prompt_token_ids, seeds, sampling=None, first_tokens=None, images=()):
+        for image in images:
+            read_image(image)
         for member, seed in seeds.items():
             await asyncio.sleep(0.03 * (seed % 97) / 97)
             async for completion in super().complete(prompt_token_ids, {member: seed}, sampling):
@@ -86,6 +100,20 @@ def draw(folder: Path, steps: int, *, by_nft: bool = False) -> None:
         update_stats=False,
     )
     chain.train(lambda: FakeVerification(darkness))
+    leave()
+
+
+def see(folder: Path, steps: int) -> None:
+    """Train a policy whose prompts have images, or continue the run in the folder."""
+    torch.set_num_threads(1)
+    options = {
+        "max_staleness": 0,
+        "checkpoint_every_s": 0.3,
+        "deterministic": True,
+        "update_stats": False,
+        "keep_sample_groups": 0,
+    }
+    ImageChain(folder, steps, SlowImageEngine, **options).train()
     leave()
 
 

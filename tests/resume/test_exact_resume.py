@@ -6,6 +6,8 @@ RANDOM_KILLS=50 pytest tests/resume/test_exact_resume.py    kills so often inste
 import os
 import random
 import time
+from collections.abc import Callable
+from functools import partial
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
@@ -36,19 +38,19 @@ def start(folder: Path, staleness: int, ranks: int, lora_rank: int, passes: int)
     return processes
 
 
-def start_drawing(folder: Path, by_nft: bool) -> list[BaseProcess]:
-    """Start, or continue, the run of one rank whose policy draws."""
+def start_alone(work: Callable[[Path, int], None], folder: Path) -> list[BaseProcess]:
+    """Start, or continue, a run of one rank: `scripted_run.draw` or `scripted_run.see`."""
     folder.mkdir(exist_ok=True)
-    process = FORKED.Process(target=draw_alone, args=(folder, by_nft), name="0")
+    process = FORKED.Process(target=run_alone, args=(work, folder), name="0")
     process.daemon = True
     process.start()
     return [process]
 
 
-def draw_alone(folder: Path, by_nft: bool) -> None:
+def run_alone(work: Callable[[Path, int], None], folder: Path) -> None:
     with (folder / "errors-0.txt").open("w") as errors:
         os.dup2(errors.fileno(), 2)
-    scripted_run.draw(folder, STEPS, by_nft=by_nft)
+    work(folder, STEPS)
 
 
 def run_rank(
@@ -135,19 +137,33 @@ def test_a_run_killed_at_random_moments_ends_as_one_that_was_not(
             assert tensor.tobytes() == found[name].tobytes(), name
 
 
+def ends_as_one_that_was_not(work: Callable[[Path, int], None], tmp_path: Path) -> None:
+    """Kill a run of one rank at three moments, and compare its weights with those of one that was not killed."""
+    finish(start_alone(work, tmp_path / "whole"), tmp_path / "whole")
+    expected = weights(tmp_path / "whole")
+    chance = random.Random(2)
+    folder = tmp_path / "killed"
+    for _ in range(3):
+        kill_at_random(start_alone(work, folder), folder, chance)
+    finish(start_alone(work, folder), folder)
+    resumed = weights(folder)
+    assert resumed.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert tensor.tobytes() == resumed[name].tobytes(), name
+
+
 @NEEDS_DIFFUSERS
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("by_nft", [False, True])
 def test_a_run_that_draws_and_is_killed_at_three_moments_ends_as_one_that_was_not(tmp_path, by_nft):
-    finish(start_drawing(tmp_path / "whole", by_nft), tmp_path / "whole")
-    expected = weights(tmp_path / "whole")
-    chance = random.Random(2)
-    folder = tmp_path / "killed"
-    for _ in range(3):
-        kill_at_random(start_drawing(folder, by_nft), folder, chance)
-    finish(start_drawing(folder, by_nft), folder)
-    resumed = weights(folder)
-    assert resumed.keys() == expected.keys()
-    for name, tensor in expected.items():
-        assert tensor.tobytes() == resumed[name].tobytes(), name
+    ends_as_one_that_was_not(partial(scripted_run.draw, by_nft=by_nft), tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_run_whose_prompts_have_images_and_is_killed_at_three_moments_ends_as_one_that_was_not(tmp_path):
+    ends_as_one_that_was_not(scripted_run.see, tmp_path)
+    # No image is left after the last step, whichever start of the run has written it
+    for run in (tmp_path / "whole", tmp_path / "killed"):
+        assert not [path for path in (run / "out" / "images").iterdir() if not path.name.startswith(".")]
