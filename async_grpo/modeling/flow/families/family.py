@@ -54,9 +54,9 @@ class FlowFamily(ABC):
             ConfigurationError: The model cannot draw this size.
         """
 
-    @abstractmethod
     def pixels_per_latent(self, vae_config: Config) -> int:
-        """Return how many pixels one number of a state covers in height and in width."""
+        """Return how many pixels one number of a state covers in height and in width, for an AutoencoderKL."""
+        return int(2 ** (len(vae_config["block_out_channels"]) - 1))
 
     def picture_shape(self, config: Config, vae_config: Config, picture_size: int) -> tuple[int, int, int]:
         """Return colors, height and width of a picture."""

@@ -7,23 +7,18 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from async_grpo.modeling.flow.families.family import Config, FlowFamily, Velocity
+from async_grpo.modeling.flow.families.family import Config
 from async_grpo.modeling.flow.families.latents import (
     CLIP_TOKENIZERS,
-    PATCH,
     T5_TOKENIZERS,
     as_arrays,
-    packed,
-    packed_shape,
     patch_positions,
-    text_inputs_of,
-    unpacked,
-    vae_scale,
 )
-from async_grpo.modeling.flow.prompt_inputs import Condition, PromptInputs
+from async_grpo.modeling.flow.families.packed import PackedFamily, Tokens
+from async_grpo.modeling.flow.prompt_inputs import Condition, TextInputs
 
 
-class FluxFamily(FlowFamily):
+class FluxFamily(PackedFamily):
     """Models with the pipeline of FLUX.1."""
 
     pipeline_class = "FluxPipeline"
@@ -35,15 +30,7 @@ class FluxFamily(FlowFamily):
         "tokenizer": CLIP_TOKENIZERS,
         "tokenizer_2": T5_TOKENIZERS,
     }
-    numbers = (*FlowFamily.numbers, "joint_attention_dim", "pooled_projection_dim", "num_single_layers")
-
-    def pixels_per_latent(self, vae_config: Config) -> int:
-        """Return how many pixels one latent covers in height and in width, from the depth of the VAE."""
-        return vae_scale(vae_config)
-
-    def latent_shape(self, config: Config, vae_config: Config, picture_size: int) -> tuple[int, int, int]:
-        """Return channels, height and width of the latents."""
-        return packed_shape(config, vae_scale(vae_config), picture_size)
+    numbers = (*PackedFamily.numbers, "joint_attention_dim", "pooled_projection_dim", "num_single_layers")
 
     def num_blocks(self, config: Config) -> int:
         """Return the number of blocks of both kinds: with separate streams for text and picture, and with one stream."""
@@ -61,31 +48,28 @@ class FluxFamily(FlowFamily):
         """Return whether the model has an input for the guidance. FLUX.1-schnell has none."""
         return bool(config.get("guidance_embeds"))
 
-    def _velocity(
+    def _packed_velocity(
         self,
         model: Any,
-        x: Velocity,
-        timesteps: Float[Tensor, " steps"],
-        prompts: PromptInputs,
+        tokens: Tokens,
+        size: tuple[int, int],
+        times: Float[Tensor, " steps"],
+        text: TextInputs,
         guidance: float,
-    ) -> Velocity:
-        text = text_inputs_of(prompts)
-        height = x.shape[2] // PATCH
-        width = x.shape[3] // PATCH
+    ) -> Tokens:
         guidances = None
         if model.config.guidance_embeds:
-            guidances = torch.full_like(timesteps, guidance)
-        packed_velocity = model(
-            hidden_states=packed(x),
-            timestep=timesteps / 1000,
+            guidances = torch.full_like(times, guidance)
+        return model(
+            hidden_states=tokens,
+            timestep=times,
             guidance=guidances,
             encoder_hidden_states=text.embeddings,
             pooled_projections=text.pooled,
-            txt_ids=torch.zeros(text.embeddings.shape[1], 3, device=x.device, dtype=x.dtype),
-            img_ids=patch_positions(height, width, x),
+            txt_ids=tokens.new_zeros(text.embeddings.shape[1], 3),
+            img_ids=patch_positions(*size, like=tokens),
             return_dict=False,
         )[0]
-        return unpacked(packed_velocity, height, width)
 
     def encode(self, pipeline: Any, text: str, *, is_guided: bool) -> Condition:
         """Return the embeddings of a text and its pooled embeddings."""

@@ -28,11 +28,6 @@ def as_arrays(*tensors: Tensor) -> Condition:
     return tuple(tensor[0].float().cpu().numpy() for tensor in tensors)
 
 
-def vae_scale(vae_config: Config) -> int:
-    """Return how many pixels one latent of an AutoencoderKL covers in height and in width."""
-    return int(2 ** (len(vae_config["block_out_channels"]) - 1))
-
-
 def latent_size(picture_size: int, scale: int, patch: int) -> int:
     """Return the height (and width) of a picture's latents, or raise ConfigurationError if the size does not fit."""
     multiple = scale * patch
@@ -41,13 +36,6 @@ def latent_size(picture_size: int, scale: int, patch: int) -> int:
         f"--picture-size {picture_size} must be a multiple of {multiple} with this model",
     )
     return picture_size // scale
-
-
-def packed_shape(config: Config, scale: int, picture_size: int) -> tuple[int, int, int]:
-    """Return the latents' shape (channels, height, width), for a model that reads each patch of latents as one token."""
-    # By default, the pipelines of diffusers draw 128 x 128 latents
-    size = latent_size(picture_size or 128 * scale, scale, PATCH)
-    return int(config["in_channels"]) // PATCH**2, size, size
 
 
 def packed(x: Velocity) -> Float[Tensor, "steps tokens packed_channels"]:

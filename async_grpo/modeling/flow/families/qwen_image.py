@@ -9,20 +9,14 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from async_grpo.modeling.flow.families.family import Config, FlowFamily, Velocity
-from async_grpo.modeling.flow.families.latents import (
-    PATCH,
-    as_arrays,
-    packed,
-    packed_shape,
-    text_inputs_of,
-    unpacked,
-)
-from async_grpo.modeling.flow.prompt_inputs import Condition, PromptInputs
+from async_grpo.modeling.flow.families.family import Config, Velocity
+from async_grpo.modeling.flow.families.latents import PATCH, as_arrays, packed, unpacked
+from async_grpo.modeling.flow.families.packed import PackedFamily, Tokens
+from async_grpo.modeling.flow.prompt_inputs import Condition, TextInputs
 from async_grpo.options.fields import refuse
 
 
-class QwenImageFamily(FlowFamily):
+class QwenImageFamily(PackedFamily):
     """Models with the pipeline of Qwen-Image."""
 
     pipeline_class = "QwenImagePipeline"
@@ -32,15 +26,11 @@ class QwenImageFamily(FlowFamily):
         "text_encoder": ("Qwen2_5_VLForConditionalGeneration",),
         "tokenizer": ("Qwen2Tokenizer", "Qwen2TokenizerFast"),
     }
-    numbers = (*FlowFamily.numbers, "joint_attention_dim")
+    numbers = (*PackedFamily.numbers, "joint_attention_dim")
 
     def pixels_per_latent(self, vae_config: Config) -> int:
         """Return how many pixels one latent covers in height and in width, from the depth of the VAE."""
         return int(2 ** len(vae_config["temperal_downsample"]))
-
-    def latent_shape(self, config: Config, vae_config: Config, picture_size: int) -> tuple[int, int, int]:
-        """Return channels, height and width of the latents."""
-        return packed_shape(config, self.pixels_per_latent(vae_config), picture_size)
 
     def check(self, config: Config, file: Path) -> None:
         """Raise ConfigurationError if the configuration has settings of other variants of Qwen-Image."""
@@ -55,26 +45,23 @@ class QwenImageFamily(FlowFamily):
         rescaled = packed_guided * (norms / packed_guided.norm(dim=-1, keepdim=True))
         return unpacked(rescaled, guided.shape[2] // PATCH, guided.shape[3] // PATCH)
 
-    def _velocity(
+    def _packed_velocity(
         self,
         model: Any,
-        x: Velocity,
-        timesteps: Float[Tensor, " steps"],
-        prompts: PromptInputs,
+        tokens: Tokens,
+        size: tuple[int, int],
+        times: Float[Tensor, " steps"],
+        text: TextInputs,
         guidance: float,
-    ) -> Velocity:
-        text = text_inputs_of(prompts)
-        height = x.shape[2] // PATCH
-        width = x.shape[3] // PATCH
-        packed_velocity = model(
-            hidden_states=packed(x),
-            timestep=timesteps / 1000,
+    ) -> Tokens:
+        return model(
+            hidden_states=tokens,
+            timestep=times,
             encoder_hidden_states=text.embeddings,
             encoder_hidden_states_mask=None if bool(text.mask.all()) else text.mask,
-            img_shapes=[[(1, height, width)]] * len(x),
+            img_shapes=[[(1, *size)]] * len(tokens),
             return_dict=False,
         )[0]
-        return unpacked(packed_velocity, height, width)
 
     def encode(self, pipeline: Any, text: str, *, is_guided: bool) -> Condition:
         """Return the embeddings of a text, followed by those of the negative prompt if the model is guided.

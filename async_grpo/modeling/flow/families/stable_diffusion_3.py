@@ -15,7 +15,6 @@ from async_grpo.modeling.flow.families.latents import (
     latent_size,
     shift,
     text_inputs_of,
-    vae_scale,
 )
 from async_grpo.modeling.flow.prompt_inputs import Condition, PromptInputs
 from async_grpo.options.fields import refuse
@@ -45,13 +44,9 @@ class StableDiffusion3Family(FlowFamily):
         "pos_embed_max_size",
     )
 
-    def pixels_per_latent(self, vae_config: Config) -> int:
-        """Return how many pixels one latent covers in height and in width, from the depth of the VAE."""
-        return vae_scale(vae_config)
-
     def latent_shape(self, config: Config, vae_config: Config, picture_size: int) -> tuple[int, int, int]:
         """Return channels, height and width of the latents. Too large pictures are refused."""
-        scale = vae_scale(vae_config)
+        scale = self.pixels_per_latent(vae_config)
         patch = int(config["patch_size"])
         size = latent_size(picture_size or int(config["sample_size"]) * scale, scale, patch)
         largest = int(config["pos_embed_max_size"]) * patch
