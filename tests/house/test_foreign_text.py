@@ -243,7 +243,10 @@ PATTERNS: dict[str, dict[str, str]] = {
     },
     "training/checkpoint_folder.py": {
         r"[0-9a-f]{64}": PLAIN,
-        r"step_\d{1,15}(\.\d{1,3})?": PLAIN,
+        r"step_([0-9]{1,15})(?:\.([0-9]{1,6}))?": PLAIN,
+    },
+    "config/compared_adapters.py": {
+        r"[0-9]+": PLAIN,
     },
     "cluster/ray_session.py": {
         r"\x1b\[[0-9;]*m": PLAIN,
