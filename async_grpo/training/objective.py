@@ -222,10 +222,7 @@ class Objective:
         totals |= count_units(mask, batch.sequence_ids, group_tokens=batch.group_tokens)
         # `batch.mask`: the metrics of the mismatch between trainer and engine include rejected tokens
         totals |= mismatch_sums(
-            logprobs,
-            batch.behaviour_logprobs,
-            batch.mask,
-            sequence_ids=batch.sequence_ids,
+            logprobs, batch.behaviour_logprobs, batch.mask, sequence_ids=batch.sequence_ids
         )
         totals["histogram"] = ratio_histogram(logprobs, batch.behaviour_logprobs, batch.mask)
         return loss, totals
