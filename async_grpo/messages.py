@@ -134,6 +134,9 @@ class LoraSettings:
     # "merged": engines get W + scaling * B A as the weights of the model; "adapter": they get A and B alone
     sync: str = "merged"
     initial_folder: str = ""  # folder of the adapter with which the training begins; "" for a new one
+    # Names of the layers whose frozen weights the trainer stores in 4 bits, and the number of these weights
+    four_bit_layers: tuple[str, ...] = ()
+    num_four_bit_weights: int = 0
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ from unittest.mock import patch
 import torch
 from transformers import AutoModelForCausalLM, Qwen2Config
 
+from async_grpo.config.lora import with_four_bits
 from async_grpo.inference.config import kv_cache_bytes
 from async_grpo.launch.local_config import CONTEXTS_SHARE, LocalConfig
 from async_grpo.launch.plan import roles
@@ -41,6 +42,9 @@ COLUMNS = (
     "engine",
     "together, LoRA",
     "smallest GPU",
+    "trainer, base in 4 bits",
+    "together, 4 bits",
+    "smallest GPU, 4 bits",
 )
 
 
@@ -53,20 +57,29 @@ def row(name: str) -> list[str]:
     names = linear_layers(model)
     num_trained = sum(RANK * sum(model.get_submodule(layer).weight.shape) for layer in names)
     lora = LoraSettings(rank=RANK, scaling=2.0, layers=tuple(names))
+    in_four_bits = with_four_bits(model, lora)
     full_gb = trainer_gb(shape, num_parameters, None, lora=None)
     lora_gb = trainer_gb(shape, num_parameters, num_trained, lora=lora)
     engine_gb = (2 * num_parameters + CACHED_TOKENS * kv_cache_bytes(shape, 2)) / 1e9
-    together_gb = lora_gb + engine_gb
-    fitting = [f"{card} GB" for card in CARDS_GB if together_gb < (1 - CONTEXTS_SHARE) * card]
+    four_bit_gb = trainer_gb(shape, num_parameters, num_trained, lora=in_four_bits)
     return [
         name,
         f"{num_trained / 1e6:.1f} M",
         f"{full_gb:.1f}",
         f"{lora_gb:.1f}",
         f"{engine_gb:.1f}",
-        f"{together_gb:.1f}",
-        fitting[0] if fitting else "larger",
+        f"{lora_gb + engine_gb:.1f}",
+        smallest_card(lora_gb + engine_gb),
+        f"{four_bit_gb:.1f}",
+        f"{four_bit_gb + engine_gb:.1f}",
+        smallest_card(four_bit_gb + engine_gb),
     ]
+
+
+def smallest_card(needed_gb: float) -> str:
+    """Return the size of the smallest GPU that fits trainer and engine together."""
+    fitting = [f"{card} GB" for card in CARDS_GB if needed_gb < (1 - CONTEXTS_SHARE) * card]
+    return fitting[0] if fitting else "larger"
 
 
 def trainer_gb(

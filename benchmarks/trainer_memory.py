@@ -1,6 +1,6 @@
 """Measure the memory of a trainer rank with LoRA and with all weights: one rank on the CPU, the same micro-batches.
 
-    python -m benchmarks.trainer_memory [--model FOLDER] [--rank 16] [--tokens 512] [--length 128]
+    python -m benchmarks.trainer_memory [--model FOLDER] [--rank 16] [--tokens 512] [--length 128] [--four-bits]
 
 Each case runs in a separate process. It loads the model, and takes some steps with the largest micro-batch that the
 options allow (`largest_micro_batch`). It prints the largest resident memory, and the same without the memory of the
@@ -70,6 +70,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=512)
     parser.add_argument("--length", type=int, default=128)
     parser.add_argument("--checkpointing", action="store_true")
+    parser.add_argument("--four-bits", action="store_true", help="measure a base in 4 bits, too")
     args = parser.parse_args()
     model = args.model or smollm2.cached_smollm2()
     options = {
@@ -79,8 +80,12 @@ def main() -> None:
     }
     whole = measure(options, args.length)
     adapter = measure(options | {"lora_rank": args.rank}, args.length)
+    cases = {"all weights": whole, f"LoRA, rank {args.rank}": adapter}
+    if args.four_bits:
+        in_four_bits = {"lora_rank": args.rank, "load_in_4bit": True}
+        cases["base in 4 bits"] = measure(options | in_four_bits, args.length)
     print("GB: before the model, largest while loading, peak, planned")
-    for name, case in (("all weights", whole), (f"LoRA, rank {args.rank}", adapter)):
+    for name, case in cases.items():
         print(
             f"{name:<16} " + " ".join(f"{case[key]:.2f}" for key in ("before", "loaded", "peak", "planned"))
         )

@@ -27,10 +27,11 @@ from async_grpo.config.run import RunConfig
 from async_grpo.messages import SharedRunSettings
 from async_grpo.modeling.flow.canary import canary_texts
 from async_grpo.modeling.forward_check import check_forward
+from async_grpo.modeling.four_bit import put_in_four_bits
 from async_grpo.modeling.image_models import ImageReader, freeze_vision
 from async_grpo.modeling.load import load_causal_lm, torch_dtype
 from async_grpo.modeling.lora import add_lora, fill_lora
-from async_grpo.modeling.policy import PolicyModel
+from async_grpo.modeling.policy import PolicyModel, named_weights
 from async_grpo.options.source_file import digests
 from async_grpo.processes.memory_use import resident_bytes
 from async_grpo.processes.out_of_memory import naming_out_of_memory
@@ -178,29 +179,24 @@ def _planned_bytes(config: RunConfig, settings: SharedRunSettings, policy: Polic
     On the CPU the estimate includes the copies for checkpoints and for the engines, because they are in the same memory
     as the weights.
     """
-    num_parameters = 0
-    num_trained = 0
-    for parameter in policy.model.parameters():
-        num_parameters += parameter.numel()
-        if parameter.requires_grad:
-            num_trained += parameter.numel()
-    num_frozen = num_parameters - num_trained
+    num_weights = sum(weight.numel() for _, weight in named_weights(policy))  # without adapters
+    num_trained = sum(parameter.numel() for parameter in policy.model.parameters() if parameter.requires_grad)
     num_shards = config.fsdp_size or ranks.world_size
     num_bytes = trainer_rank_bytes(
         config,
         settings,
         policy.model.config.get_text_config(),
         num_ranks=ranks.world_size,
-        num_parameters=num_frozen if settings.lora else num_trained,
+        num_parameters=num_weights if settings.lora else num_trained,
         num_trained=num_trained if settings.lora else None,
     )
     if not settings.lora and not config.cpu_offload:
         # Without LoRA, frozen weights are those of a vision part, which have no gradients and no moments
-        num_bytes += FROZEN_PARAMETER_BYTES * num_frozen / num_shards
+        num_bytes += FROZEN_PARAMETER_BYTES * (num_weights - num_trained) / num_shards
     if ranks.device.type == "cpu":
         num_bytes += CHECKPOINT_PARAMETER_BYTES * num_trained / num_shards
         if ranks.is_main:
-            num_bytes += 2 * torch_dtype(settings.dtype).itemsize * num_parameters
+            num_bytes += 2 * torch_dtype(settings.dtype).itemsize * num_weights
     return int(num_bytes)
 
 
@@ -285,18 +281,28 @@ def _exporter(
     return exporter
 
 
-def _policy(config: RunConfig, settings: SharedRunSettings, ranks: Ranks) -> PolicyModel:
-    """Load a language model, shard it over the ranks, and check its forward pass."""
-    path = config.model_name_or_path
+def _model(path: str, settings: SharedRunSettings, device: torch.device) -> tuple[Any, bool]:
+    """Return a language model, with empty adapters if the run trains one, and whether its weights are empty, too."""
     model = empty_model(path)
     is_empty = model is not None
     # Weights that are trained must be float32. With LoRA they are frozen, so they can have the dtype of the computation
     dtype = torch_dtype(settings.dtype) if settings.lora else torch.float32
+    four_bit_layers = settings.lora.four_bit_layers if settings.lora else ()
     if model is None:
-        model = load_causal_lm(path, dtype).to(ranks.device)
+        model = load_causal_lm(path, torch.float32 if four_bit_layers else dtype)
     if settings.lora:
-        model.to(dtype)
         add_lora(model, settings.lora)
+        put_in_four_bits(model, four_bit_layers, dtype)
+        model.to(dtype)
+    if not is_empty:  # the adapters are empty, and cannot be moved
+        model._apply(lambda tensor: tensor if tensor.is_meta else tensor.to(device))
+    return model, is_empty
+
+
+def _policy(config: RunConfig, settings: SharedRunSettings, ranks: Ranks) -> PolicyModel:
+    """Load a language model, shard it over the ranks, and check its forward pass."""
+    path = config.model_name_or_path
+    model, is_empty = _model(path, settings, ranks.device)
     policy = PolicyModel(
         model,
         chunk_tokens=config.logprob_chunk_size,

@@ -49,6 +49,12 @@ def broken_values(c: RunOptions) -> BrokenRules:
             "do not go together: Muon trains the matrices of a language model's layers, not adapters or policies that "
             "draw. Use --optimizer adamw",
         )
+    if c.load_in_4bit and c.kl_in_reward:
+        yield (
+            "load_in_4bit kl_in_reward",
+            "do not go together: the reference workers load the model without quantisation, which is another reference "
+            "than the trainer's base. Leave --kl-in-reward out: the trainer then computes the KL itself",
+        )
     yield from _broken_sleep(c)
     yield from _broken_rejection(c)
     yield from broken_loss_terms(c)
@@ -57,7 +63,7 @@ def broken_values(c: RunOptions) -> BrokenRules:
 
 # Options that a policy that draws cannot use, because they are about texts or are not supported yet
 NOT_WITH_DRAWING = """
-    environment lora_sync init_adapter kl_in_reward kl_kind kl_clamp entropy_coef float32_head overlong_buffer
+    environment lora_sync init_adapter load_in_4bit kl_in_reward kl_kind kl_clamp entropy_coef float32_head overlong_buffer
     chat_template chat_template_kwargs system_prompt cpu_offload torch_compile freeze_vision
     logprob_chunk_size top_p top_k min_p teacher unbiased_kl top_entropy_quantile
 """.split()
@@ -226,7 +232,7 @@ def _idle_values(c: RunOptions) -> BrokenRules:
         (c.moves_reference, "ref_mix ref_reset_optimizer", "--ref-update-steps above 0"),
         (c.overlong_buffer, "overlong_penalty", "--overlong-buffer above 0"),
         (c.environment, "observation_coef", "--environment"),
-        (c.has_lora, "lora_alpha lora_targets lora_rslora lora_sync", "--lora-rank above 0"),
+        (c.has_lora, "lora_alpha lora_targets lora_rslora lora_sync load_in_4bit", "--lora-rank above 0"),
         (c.curriculum, "curriculum_up_at curriculum_down_at", "--curriculum"),
         (c.reward_combine == "gate", "gate_threshold", "--reward-combine gate"),
         (c.verdict_cache, "verdict_cache_mb", "--verdict-cache"),

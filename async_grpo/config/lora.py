@@ -1,6 +1,7 @@
 """The settings of a run's LoRA adapter, from its options, its model and the folder of its initial adapter."""
 
 import logging
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +9,7 @@ from async_grpo.errors import ConfigurationError
 from async_grpo.inference.config import LORA_RANKS
 from async_grpo.messages import LoraSettings
 from async_grpo.modeling.flow.folder import is_flow_folder, read_flow_folder
+from async_grpo.modeling.four_bit import BLOCK, can_be_four_bit
 from async_grpo.modeling.load import empty_causal_lm
 from async_grpo.modeling.lora import (
     FILE_PREFIX,
@@ -57,7 +59,32 @@ def lora_settings(config: LoraConfig, model_path: str) -> LoraSettings | None:
         )
     _log_size(model, settings)
     _warn_about_experts(model)
-    return settings
+    return with_four_bits(model, settings) if config.load_in_4bit else settings
+
+
+def with_four_bits(model: Any, settings: LoraSettings) -> LoraSettings:
+    """Return the settings with the layers whose frozen weights can be stored in 4 bits. Log which part they are.
+
+    Raises:
+        ConfigurationError: No layer can.
+    """
+    candidates = linear_layers(model)
+    names = [name for name in candidates if can_be_four_bit(model.get_submodule(name))]
+    if not names:
+        raise ConfigurationError(
+            f"--load-in-4bit: no linear layer of the model has a multiple of {BLOCK} inputs, as blocks of 4-bit weights "
+            "need it: leave the option out"
+        )
+    num_four_bit = sum(model.get_submodule(name).weight.numel() for name in names)
+    num_weights = sum(weight.numel() for weight in model.parameters())
+    log.info(
+        "%.2f M of the %.2f M frozen parameters are stored in 4 bits, in %d of %d linear layers",
+        num_four_bit / 1e6,
+        num_weights / 1e6,
+        len(names),
+        len(candidates),
+    )
+    return replace(settings, four_bit_layers=tuple(names), num_four_bit_weights=num_four_bit)
 
 
 def _empty_model(model_path: str) -> Any:

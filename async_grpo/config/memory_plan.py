@@ -66,10 +66,10 @@ def trainer_rank_bytes(
     if not config.cpu_offload:
         num_bytes += trainer_state_bytes(
             config,
+            settings,
             num_ranks=num_ranks,
             num_parameters=num_parameters,
             num_trained=num_trained,
-            dtype_bytes=dtype_bytes,
         )
     if config.weight_transport == "nccl":
         num_bytes += NCCL_BYTES
@@ -98,22 +98,32 @@ def critic_state_bytes(config: RunConfig, num_ranks: int, num_parameters: int) -
 
 
 def trainer_state_bytes(
-    config: RunConfig, *, num_ranks: int, num_parameters: int, num_trained: int | None, dtype_bytes: int
+    config: RunConfig,
+    settings: SharedRunSettings,
+    *,
+    num_ranks: int,
+    num_parameters: int,
+    num_trained: int | None,
 ) -> float:
     """Return the size in bytes of a rank's shard of weights, gradients and optimizer moments.
 
-    With LoRA, the model's weights are frozen: they have the dtype of the computation, and neither gradients nor
-    moments.
+    With LoRA, the model's weights are frozen: they have no gradients and no moments. They have the dtype of the
+    computation, except for those that are stored in 4 bits.
     """
+    from async_grpo.modeling.four_bit import BYTES_PER_WEIGHT
+    from async_grpo.modeling.load import torch_dtype
+
     parameter_bytes = 8  # float32 weight and gradient
     parameter_bytes += 2 if config.optimizer == "adamw_8bit" else 8
     if config.update_stats:
         parameter_bytes += 4
     if config.moves_reference:
         parameter_bytes += 4
-    num_bytes = parameter_bytes * num_parameters
+    num_bytes: float = parameter_bytes * num_parameters
     if num_trained is not None:
-        num_bytes = parameter_bytes * num_trained + dtype_bytes * num_parameters
+        num_four_bit = settings.lora.num_four_bit_weights if settings.lora else 0
+        num_bytes = parameter_bytes * num_trained + BYTES_PER_WEIGHT * num_four_bit
+        num_bytes += torch_dtype(settings.dtype).itemsize * (num_parameters - num_four_bit)
     return num_bytes / (config.fsdp_size or num_ranks)
 
 

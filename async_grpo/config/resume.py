@@ -60,6 +60,7 @@ FIXED = {
         ("lora_rank", "lora_targets", "init_adapter"), "the checkpoint has the adapter of the earlier layers"
     ),
     **dict.fromkeys(("lora_alpha", "lora_rslora"), "the checkpoint has an adapter for the earlier scale"),
+    "load_in_4bit": "the checkpoint has an adapter for the earlier values of the frozen weights",
     "advantage_estimator": "the optimizer and the finished groups have what the earlier estimator needs",
     "moves_reference": "only the checkpoints of a run with a moving reference have its weights",
     "logprob_roles": "the finished groups have the log-probs that the earlier options need, and no others",

@@ -23,14 +23,14 @@ def copy_weights(policy: Any, tensors: Mapping[str, Tensor]) -> set[str]:
     Raises:
         WeightsDidNotLand: A name or a shape is not one of the policy's.
     """
-    weights = dict(named_weights_and_adapters(policy))
+    weights: dict[str, Any] = dict(named_weights_and_adapters(policy))
     for name, tensor in tensors.items():
         if name not in weights or weights[name].shape != tensor.shape:
             expected = tuple(weights[name].shape) if name in weights else "no such tensor"
             raise WeightsDidNotLand(f"received {name} of shape {tuple(tensor.shape)}; expected: {expected}")
         weights[name].copy_(tensor)
     # Read the weights again, because `copy_` may have written to a copy that the forward pass does not use
-    used_weights = dict(named_weights_and_adapters(policy))
+    used_weights: dict[str, Any] = dict(named_weights_and_adapters(policy))
     differing = set()
     for name, tensor in tensors.items():
         if not torch.equal(used_weights[name], tensor.to(used_weights[name])):

@@ -35,6 +35,12 @@ class ExportConfig(Section):
         "a LoRA run is written as an adapter in peft's format.",
         "Export",
     )
+    load_in_4bit: bool = option(
+        False,
+        "With --merged and the folder of an adapter: the adapter was trained with --load-in-4bit, so add it to the values "
+        "that its base had in 4 bits. Checkpoints say it themselves.",
+        "Export",
+    )
     base: str = option(
         "", "Folder of the base model, if it is not where the run or the adapter had it.", "Export"
     )
@@ -50,11 +56,19 @@ def export(config: ExportConfig) -> int:
         CheckpointBroken: The checkpoint's weights are not those that its manifest describes.
     """
     target = Path(config.output_dir)
+    refuse(
+        config.load_in_4bit and not config.merged,
+        "--load-in-4bit does nothing without --merged: leave it out",
+    )
     refuse(os.path.exists(target), f"--output-dir {target} exists: choose another folder")
     path = Path(config.path)
     manifest = None
     if not (path / ADAPTER_CONFIG_FILE).is_file():
         folder, manifest = named(path)
+        refuse(
+            config.load_in_4bit and not manifest.lora.get("four_bit_layers"),
+            f"--load-in-4bit: the base of {path} was not in 4 bits: leave it out",
+        )
     elif not config.merged:
         raise ConfigurationError(f"{path} is an adapter already: give --merged to add it to its base")
     try:
@@ -70,7 +84,7 @@ def export(config: ExportConfig) -> int:
 
     try:
         if manifest is None:
-            export_adapter(path, target, config.base, config.dtype)
+            export_adapter(path, target, config.base, config.dtype, in_4bit=config.load_in_4bit)
             log.info("the model with the adapter in %s: %s", path, target)
             return 0
         export_checkpoint(folder, manifest, target, config.base, config.dtype, merged=config.merged)

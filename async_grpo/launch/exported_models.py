@@ -10,12 +10,14 @@ from pydantic import TypeAdapter, ValidationError
 from async_grpo.algorithm.advantages import ADVANTAGE_ESTIMATORS
 from async_grpo.algorithm.flow.config import DIFFUSION_NFT, FLOW
 from async_grpo.config.base_weights import refuse_other_base
+from async_grpo.config.lora import with_four_bits
 from async_grpo.errors import CheckpointBroken, ConfigurationError
 from async_grpo.messages import LoraSettings
 from async_grpo.modeling.flow.folder import read_flow_folder
 from async_grpo.modeling.flow.policy import FlowPolicy
+from async_grpo.modeling.four_bit import put_in_four_bits
 from async_grpo.modeling.incomplete_folders import base_of_adapter
-from async_grpo.modeling.load import load_causal_lm, model_folder, torch_dtype
+from async_grpo.modeling.load import empty_causal_lm, load_causal_lm, model_folder, torch_dtype
 from async_grpo.modeling.lora import (
     add_lora,
     fill_lora,
@@ -93,7 +95,7 @@ def _export_flow_checkpoint(folder: Path, manifest: Manifest, source: str, targe
     write_flow_folder(weights, flow_folder.path, target)
 
 
-def export_adapter(folder: Path, target: Path, base: str, dtype: str) -> None:
+def export_adapter(folder: Path, target: Path, base: str, dtype: str, *, in_4bit: bool) -> None:
     """Write the model of an adapter: its base with the adapter added to the weights.
 
     Args:
@@ -101,6 +103,7 @@ def export_adapter(folder: Path, target: Path, base: str, dtype: str) -> None:
         target: The folder to write.
         base: Folder of the base; "" for the one that the adapter names.
         dtype: Name of the dtype of the written weights.
+        in_4bit: Whether the adapter was trained on the values that its base had in 4 bits.
 
     Raises:
         ConfigurationError: The adapter or its base cannot be used.
@@ -113,6 +116,8 @@ def export_adapter(folder: Path, target: Path, base: str, dtype: str) -> None:
         layers=tuple(layers_in_file(folder)),
         initial_folder=str(folder),
     )
+    if in_4bit:
+        settings = with_four_bits(empty_causal_lm(source), settings)
     policy = _policy(source, settings, has_critic=(folder / VALUE_HEAD_FILE).is_file())
     fill_lora(policy.model, settings, seed=0, device=CPU)
     load_value_head(policy, folder)
@@ -148,6 +153,8 @@ def _policy(source: str, settings: LoraSettings | None, *, has_critic: bool) -> 
         # Creates the adapter, because values can be loaded only into an existing one. The checkpoint's values then
         # replace these
         fill_lora(model, settings, seed=0, device=CPU)
+        # The adapter was trained on these values of the base
+        put_in_four_bits(model, settings.four_bit_layers, torch.float32)
     return PolicyModel(model, value_head=has_critic)
 
 

@@ -219,7 +219,7 @@ def roles(
     rank_bytes += critic_rank_bytes(config, num_ranks, critic_parameters)
     offloaded_bytes = 0.0
     if config.cpu_offload:
-        offloaded_bytes = _state_bytes(config, num_parameters, num_trained, dtype_bytes)
+        offloaded_bytes = _state_bytes(config, settings, num_parameters, num_trained)
         offloaded_bytes += critic_state_bytes(config, num_ranks, critic_parameters)
     sequences_per_engine = math.ceil(settings.samples_in_flight / config.generation_workers)
     worker_bytes = engine_bytes(
@@ -279,15 +279,15 @@ def _critic_parameters(config: LocalConfig) -> int:
 
 
 def _state_bytes(
-    config: LocalConfig, num_parameters: int, num_trained: int | None, dtype_bytes: int
+    config: LocalConfig, settings: "SharedRunSettings", num_parameters: int, num_trained: int | None
 ) -> float:
     """Return the size in bytes of a rank's shard of weights, gradients and optimizer moments."""
     return trainer_state_bytes(
         config,
+        settings,
         num_ranks=config.nproc_per_node,
         num_parameters=num_parameters,
         num_trained=num_trained,
-        dtype_bytes=dtype_bytes,
     )
 
 
@@ -305,7 +305,7 @@ def shared_gpu(
     weight_bytes = dtype_bytes * num_parameters // config.tensor_parallel_size
     state_bytes = 0
     if not config.cpu_offload:
-        state_bytes = int(_state_bytes(config, num_parameters, num_trained, dtype_bytes))
+        state_bytes = int(_state_bytes(config, prepared.settings, num_parameters, num_trained))
         state_bytes += int(critic_rank_bytes(config, config.nproc_per_node, _critic_parameters(config)))
     engine_bytes = int(config.gpu_memory_utilization * card_bytes)
     trainer_bytes = int(config.trainer_gpu_share * card_bytes)

@@ -7,6 +7,8 @@ from peft.tuners.lora.layer import Linear
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
+from async_grpo.modeling.four_bit import FourBitLinear
+
 
 class LeanLoraLinear(Linear):
     """peft's layer with a forward pass that adds s B A x to W x in place (Hu et al. 2021, equation 3).
@@ -30,13 +32,16 @@ class LeanLoraLinear(Linear):
         (name,) = self.active_adapters
         lora_a: Any = self.lora_A[name].weight
         lora_b: Any = self.lora_B[name].weight
-        has_equal_dtypes = x.dtype == self.base_layer.weight.dtype == lora_a.dtype == lora_b.dtype
+        base: Any = self.base_layer
+        # A base in 4 bits computes in the dtype of its inputs
+        base_dtype = x.dtype if isinstance(base, FourBitLinear) else base.weight.dtype
+        has_equal_dtypes = x.dtype == base_dtype == lora_a.dtype == lora_b.dtype
         if not has_equal_dtypes or self._computes_more_than_lora(name):
             return super().forward(x)
         # Flatten the input before `addmm_` changes the output in place. If the output were changed through a view,
         # autograd would copy its gradient
         rows = x.flatten(0, -2)
-        output = self.base_layer(rows)
+        output = base(rows)
         output.addmm_(linear(rows, lora_a), lora_b.T, alpha=self.scaling[name])
         return output.unflatten(0, x.shape[:-1])
 

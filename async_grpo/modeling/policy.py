@@ -11,8 +11,9 @@ from transformers import PreTrainedModel
 
 from async_grpo.allowed_tokens import AllowedTokens
 from async_grpo.messages import Truncation
-from async_grpo.modeling import MergedWeight, Weight, compute_device, full_tensor, stored_tensor
+from async_grpo.modeling import MergedWeight, StoredWeight, Weight, compute_device, full_tensor, stored_weight
 from async_grpo.modeling.auto_classes import reads_images
+from async_grpo.modeling.four_bit import CODES, SCALES, four_bit_modules
 from async_grpo.modeling.image_models import ImageInputs, ImageReader, attention_by_part, hidden_states
 from async_grpo.modeling.logprobs import chunked_logprobs
 from async_grpo.modeling.lora import ADAPTER_NAME, lora_modules, name_without_adapter, named_lora_tensors
@@ -264,7 +265,8 @@ def _at_positions(
 def stored_weights(policy: PolicyModel) -> Iterator[tuple[str, Tensor]]:
     """Yield (name in the module, tensor) of every tensor except the value head's, in the model's order.
 
-    Tied weights are yielded once. The tensors are not copies. If the policy is sharded, they are its shards (DTensors).
+    A weight in 4 bits has two tensors. Tied weights are yielded once. The tensors are not copies. If the policy is sharded,
+    they are its shards (DTensors).
     """
     yielded_ids: set[int] = set()
     # A forward pass may leave weights gathered. state_dict() runs hooks that shard them again, named_parameters() does
@@ -275,33 +277,47 @@ def stored_weights(policy: PolicyModel) -> Iterator[tuple[str, Tensor]]:
             yield name, tensor
 
 
+def _weights_in_module(policy: PolicyModel) -> dict[str, StoredWeight]:
+    """Return the tensors of `stored_weights` by name, with one weight in place of the two tensors of one in 4 bits."""
+    tensors = dict(stored_weights(policy))
+    layers = {f"{name}.": layer for name, layer in four_bit_modules(policy.model)}
+    weights: dict[str, StoredWeight] = {}
+    for name, tensor in tensors.items():
+        layer_name = name.removesuffix(CODES)
+        if layer_name in layers:
+            weights[f"{layer_name}weight"] = layers[layer_name].stored_weight
+        elif name.removesuffix(SCALES) not in layers:
+            weights[name] = tensor
+    return weights
+
+
 def named_weights(policy: PolicyModel) -> Iterator[tuple[str, Weight]]:
     """Yield (Hugging Face name, weight) of every weight except the value head's, in the model's order.
 
     Tied weights are yielded once. The weights are not copies. If the policy is sharded, they are its shards (DTensors).
     The weight of a layer with a LoRA adapter is yielded as a `MergedWeight`, and the adapter's own tensors are left out.
     """
-    tensors = dict(stored_weights(policy))
+    weights = _weights_in_module(policy)
     merged = {}
     adapter_ids = set()
     for layer_name, layer in lora_modules(policy.model):
         lora_a = layer.lora_A[ADAPTER_NAME].weight
         lora_b = layer.lora_B[ADAPTER_NAME].weight
         name = f"{layer_name}.base_layer.weight"
-        merged[name] = MergedWeight(tensors[name], lora_a, lora_b, layer.scaling[ADAPTER_NAME])
+        merged[name] = MergedWeight(weights[name], lora_a, lora_b, layer.scaling[ADAPTER_NAME])
         adapter_ids |= {id(lora_a), id(lora_b)}
-    for name, tensor in tensors.items():
-        if id(tensor) not in adapter_ids:
-            yield name_without_adapter(name), merged.get(name, tensor)
+    for name, weight in weights.items():
+        if id(weight) not in adapter_ids:
+            yield name_without_adapter(name), merged.get(name, weight)
 
 
-def named_weights_and_adapters(policy: PolicyModel) -> Iterator[tuple[str, Tensor]]:
+def named_weights_and_adapters(policy: PolicyModel) -> Iterator[tuple[str, Weight]]:
     """Yield (Hugging Face name, weight) of the frozen weights, and then (name in peft's file, tensor) of the adapters.
 
     They are sent to engines that apply the adapter in their layers, and do not add it to the weights.
     """
     for name, weight in named_weights(policy):
-        yield name, stored_tensor(weight)
+        yield name, stored_weight(weight)
     yield from named_adapters(policy)
 
 

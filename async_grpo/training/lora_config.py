@@ -47,6 +47,11 @@ class LoraConfig(Section):
         "Folder of a LoRA adapter in peft's format with which the training begins. Its rank, scale and layers are used.",
         "LoRA",
     )
+    load_in_4bit: bool = _lora(
+        False,
+        "Store the frozen weights of the trainer's linear layers in 4 bits (QLoRA, NF4), which takes 0.56 bytes for each "
+        "weight in place of 2 or 4. The engines receive the values with which the trainer computes.",
+    )
     lora_sync: str = _lora(
         "merged",
         "How the adapter reaches the engines: merged sends all weights with the adapter added to them, and works with "

@@ -25,6 +25,7 @@ from torch.distributed.fsdp import (
 )
 
 from async_grpo.errors import ConfigurationError
+from async_grpo.modeling.four_bit import FourBitLinear, four_bit_modules
 from async_grpo.modeling.load import empty_causal_lm, model_folder, torch_dtype
 from async_grpo.modeling.lora import name_without_adapter
 from async_grpo.modeling.model_files import weight_shapes
@@ -33,6 +34,9 @@ from async_grpo.modeling.policy import PolicyModel, stored_weights
 from async_grpo.training.config import OptimizerConfig
 from async_grpo.training.distributed import Ranks
 from async_grpo.types import ImageReference
+
+# Weights that are to be stored in 4 bits are read in groups of this size in float32, over all ranks
+READ_BYTES = 1 << 30
 
 
 def shard_policy(
@@ -173,18 +177,58 @@ def load_shards(policy: PolicyModel, path: str | Path, device: torch.device) -> 
 
     If the policy is sharded, each rank reads only its own rows of each weight. LoRA adapters stay empty.
     """
+    loaded = _four_bit_shards(policy, path, device)
     weights: dict[str, Any] = {}
     names_in_module = {}
     for name, weight in stored_weights(policy):
-        if ".lora_" not in name:
+        if ".lora_" not in name and name not in loaded:
             weights[name_without_adapter(name)] = torch.empty_like(weight, device=device)
             names_in_module[name_without_adapter(name)] = name
-    state_dict_loader.load(weights, storage_reader=HuggingFaceStorageReader(str(model_folder(path))))
-    loaded = {names_in_module[name]: weight for name, weight in weights.items()}
+    _read_weights(weights, path)
+    loaded |= {names_in_module[name]: weight for name, weight in weights.items()}
     policy.model.load_state_dict(loaded, strict=False, assign=True)
     policy.model.tie_weights()
     if not isinstance(policy, FSDPModule):
         policy.to(device)  # moves the buffers; the weights are on the device already
+
+
+def _read_weights(weights: dict[str, Any], path: str | Path) -> None:
+    """Read tensors, or this rank's shards of them, from a model folder. A collective if they are sharded."""
+    state_dict_loader.load(weights, storage_reader=HuggingFaceStorageReader(str(model_folder(path))))
+
+
+def _four_bit_shards(policy: PolicyModel, path: str | Path, device: torch.device) -> dict[str, torch.Tensor]:
+    """Return codes and scales, by their names in the module, of all layers whose weights are stored in 4 bits.
+
+    The layers are read one after the other, in groups that need little memory, because their weights are read in float32.
+    """
+    shards: dict[str, torch.Tensor] = {}
+    group: dict[str, FourBitLinear] = {}
+    group_bytes = 0
+    for name, layer in four_bit_modules(policy.model):
+        group[name] = layer
+        group_bytes += 4 * layer.in_features * layer.out_features
+        if group_bytes >= READ_BYTES:
+            shards |= _quantised_group(group, path, device)
+            group = {}
+            group_bytes = 0
+    return shards | _quantised_group(group, path, device) if group else shards
+
+
+def _quantised_group(
+    layers: dict[str, FourBitLinear], path: str | Path, device: torch.device
+) -> dict[str, torch.Tensor]:
+    """Read the weights of some layers, and return their codes and scales by their names in the module."""
+    weights: dict[str, Any] = {}
+    for name, layer in layers.items():
+        weights[name_without_adapter(f"{name}.weight")] = layer.empty_weight(device)
+    _read_weights(weights, path)
+    shards = {}
+    for name, layer in layers.items():
+        weight = weights.pop(name_without_adapter(f"{name}.weight"))
+        for part, shard in layer.stored(weight).items():
+            shards[f"{name}.{part}"] = shard
+    return shards
 
 
 def release_gathered(policy: nn.Module) -> None:

@@ -123,7 +123,8 @@ def perturbed(weights: Mapping[str, torch.Tensor]) -> Iterator[None]:
             device = compute_device(weight)
             if device not in generators:
                 generators[device] = torch.Generator(device).manual_seed(0)
-            noise = torch.randn(shard.shape, generator=generators[device], device=device) * noise_scale(shard)
+            noise = torch.randn(shard.shape, generator=generators[device], device=device)
+            noise *= noise_scale(shard, weight.shape[-1])
             shard.add_(noise.to(shard.device, shard.dtype))
         yield
     finally:
@@ -131,7 +132,7 @@ def perturbed(weights: Mapping[str, torch.Tensor]) -> Iterator[None]:
             shard.copy_(original)
 
 
-def noise_scale(shard: torch.Tensor) -> float:
+def noise_scale(shard: torch.Tensor, num_columns: int) -> float:
     """Return the standard deviation of the noise for a tensor.
 
     It is half of the tensor's root mean square (rms), unless the sum of tensor and noise would then be too small to
@@ -139,9 +140,13 @@ def noise_scale(shard: torch.Tensor) -> float:
     a matrix, the sum maps inputs with an rms of 1 to outputs with an rms of at least 1.25: in a narrow new model,
     queries and keys are so small that all tokens get the same attention, and a small change would have no effect. Each
     rank computes the standard deviation from its own shard.
+
+    Args:
+        shard: The shard. Of a weight in 4 bits, it has the scales.
+        num_columns: The length of the weight's last dimension.
     """
     size = float(shard.float().square().mean().sqrt()) if shard.numel() else 0.0
-    min_size = 1.25 * shard.shape[-1] ** -0.5 if shard.ndim > 1 else 1.5
+    min_size = 1.25 * num_columns**-0.5 if shard.ndim > 1 else 1.5
     missing_size = max(0.0, min_size**2 - size**2) ** 0.5
     return max(0.5 * size, missing_size)
 

@@ -18,6 +18,10 @@ def test_a_run_that_draws_needs_no_worker_for_its_reference():
     ("changes", "message"),
     [
         (
+            {"lora_rank": 4, "load_in_4bit": True},
+            "--policy flow --load-in-4bit True do not go together: leave --load-in-4bit out",
+        ),
+        (
             {"lora_rank": 4, "lora_sync": "adapter"},
             "--policy flow --lora-sync adapter do not go together: leave --lora-sync out",
         ),

@@ -83,6 +83,11 @@ VALUES = [  # refused by the configuration itself
         {"ref_update_steps": 5, "kl_coef": 0.1, "passes_per_batch": 2},
         "--ref-update-steps 5 --passes-per-batch 2 do not fit: .* such as 4",
     ),
+    ({"load_in_4bit": True}, "--load-in-4bit True does nothing without --lora-rank above 0"),
+    (
+        {"load_in_4bit": True, "lora_rank": 4, "kl_coef": 0.1, "kl_in_reward": True},
+        "--load-in-4bit True --kl-in-reward True do not go together: the reference workers load the model without quant",
+    ),
     ({"optimizer": "muon", "lora_rank": 4}, "Muon trains the matrices of a language model"),
     ({"muon_momentum": 0.9}, "--muon-momentum 0.9 does nothing without --optimizer muon"),
     ({"unbiased_kl": True}, "--unbiased-kl True does nothing without --kl-coef above 0"),

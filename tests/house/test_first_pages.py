@@ -193,7 +193,7 @@ def test_the_tests_of_what_would_go_wrong_on_a_gpu_exist():
 def test_the_names_beside_those_of_other_libraries_are_options():
     table = [line for line in (DOCS / "coming-from.md").read_text().splitlines() if line.startswith("| ")]
     ours = [line.split(" | ")[-1] for line in table[1:]]
-    named = {name for cell in ours for name in re.findall(r"--([a-z-]+)", cell)}
+    named = {name for cell in ours for name in re.findall(r"--([a-z0-9-]+)", cell)}
     assert len(named) > 30
     known = set()
     for field in dataclasses.fields(config_class("run")):

@@ -5,6 +5,7 @@ import re
 import shutil
 import socket
 import threading
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from types import SimpleNamespace
@@ -490,3 +491,9 @@ def test_with_lora_the_frozen_weights_are_counted_once_and_the_adapter_is_saved_
     assert sizes["trainer rank", None] - sizes["trainer rank", num_trained] == pytest.approx(saved)
     assert sizes["rank 0's machine", num_trained] == 8e6 + 12 * num_trained
     assert not any("reference" in name for name, _ in sizes)  # the trainer computes the reference itself
+    in_four_bits = prepare(replace(config, load_in_4bit=True))
+    # By hand, inputs x outputs of the same layers
+    num_linear = 4 * (128 * 128 + 2 * 128 * 64 + 128 * 128 + 3 * 128 * 384)
+    assert in_four_bits.settings.lora.num_four_bit_weights == num_linear
+    (_, _, _, rank_bytes), *_ = plan.roles(config, in_four_bits, 1_000_000, num_trained)
+    assert sizes["trainer rank", num_trained] - rank_bytes == pytest.approx((4 - 9 / 16) * num_linear / 2)

@@ -17,7 +17,7 @@ pytestmark = [pytest.mark.real, pytest.mark.timeout(300)]
 STEPS = 3
 
 
-def train(folder: Path, sync: str) -> None:
+def train(folder: Path, sync: str, *more: str) -> None:
     """Run `async-grpo run` to its end. The learning rate is high, so that an engine without the adapter would differ."""
     options = {
         "model-name-or-path": TINY_MODEL,
@@ -38,7 +38,7 @@ def train(folder: Path, sync: str) -> None:
         "run-name": f"lora-{sync}",
     }
     command = [sys.executable, "-m", "async_grpo", "run", "--enforce-eager"]
-    command += [f"--{name}={value}" for name, value in options.items()]
+    command += [*(f"--{name}={value}" for name, value in options.items()), *more]
     done = subprocess.run(command, capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stdout + done.stderr
 
@@ -75,3 +75,14 @@ def test_the_cells_of_the_notebook_train_a_real_model_and_load_its_adapter(
     assert [line["step"] for line in names["result"].metrics] == [1]
     # One step is too few for the right answer each time
     assert "Portugal" in capsys.readouterr().out.splitlines()[-1]
+
+
+@pytest.mark.parametrize("sync", ["merged", pytest.param("adapter", marks=pytest.mark.exhaustive)])
+def test_engines_sample_with_the_values_of_a_base_in_4_bits(tmp_path, sync):
+    """Original weights in the engines would show: their KL to the base in 4 bits is thousands of times as large."""
+    folder = tmp_path / "run"
+    train(folder, sync, "--load-in-4bit")
+    metrics = lines(folder)
+    assert [line["step"] for line in metrics] == [1, 2, 3]
+    assert all(line["mismatch_kl"] < 1e-7 for line in metrics)
+    assert metrics[0]["avg_kl_div"] == pytest.approx(0, abs=1e-9) and metrics[2]["avg_kl_div"] > 1e-4
