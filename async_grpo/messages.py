@@ -141,16 +141,18 @@ class LoraSettings:
 
 @dataclass(frozen=True)
 class Truncation:
-    """The rule by which tokens are sampled among the most probable tokens only.
+    """The rules by which tokens are sampled among the most probable tokens only.
 
-    The rules apply in the engine's order, to the distribution at the sampling temperature: first `min_p`, then `top_k`,
+    They apply in the engine's order, to the distribution at the sampling temperature: first `min_p`, then `top_k`,
     then `top_p` over what is left. The remaining tokens, the support, share the whole probability.
     """
 
-    # Smallest number of most probable tokens whose probabilities reach this sum; 1 for all tokens
+    # Sum of probabilities that the kept tokens must reach. As few tokens as possible are kept, the most probable ones; 1
+    # keeps all tokens
     top_p: float = 1.0
-    top_k: int = 0  # number of most probable tokens; 0 for all tokens
-    min_p: float = 0.0  # lowest probability, as a share of the highest one
+    top_k: int = 0  # number of most probable tokens to keep; 0 keeps all tokens
+    # Lowest probability of a kept token, as a share of the highest one; 0 keeps all tokens
+    min_p: float = 0.0
 
 
 @dataclass(frozen=True)

@@ -253,7 +253,8 @@ def gigpo(
         used: See `outcome_advantages`.
         groups: See `outcome_advantages`.
         turns: Index in time of each token's turn, from 0.
-        states: A number that identifies the state in which the token's turn began; 0 if this state has no name.
+        states: A number that identifies the state in which the token's turn began (`turn_states`). Turns with the number 0
+            are not compared.
         gamma: Discount per turn.
         omega: Weight of the turns' advantages.
         eps: Added to the standard deviations.
@@ -297,7 +298,11 @@ def turn_numbers(sample: Sample) -> Int[np.ndarray, " tokens"]:
 
 
 def turn_states(sample: Sample) -> Int[np.ndarray, " tokens"]:
-    """Return, for each token, a number for the state in which its turn began; 0 if this state has no name."""
+    """Return, for each token, a number that identifies the state in which its turn began.
+
+    Turns of one group that began in the same state get the same number. It is computed from the name that the environment
+    gave to the state (`Outcome.states`), and is 0 if the environment gave no name.
+    """
     outcome = sample.completion.outcome
     if outcome is None or not outcome.states:
         return np.zeros(len(sample.completion), np.int64)

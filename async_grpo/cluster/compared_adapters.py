@@ -67,7 +67,7 @@ class AdapterSender:
     def serve_late(self) -> list[str]:
         """Send the current adapter to engines that joined after the first sync.
 
-        Return the ids of those that have proven it.
+        Return the ids of the engines that have proven that they use it.
         """
         return self._deliver(for_late=True)
 

@@ -1,8 +1,10 @@
 """`ComparedAdapters`: several LoRA adapters of one base, converted so that one engine can apply each of them.
 
-An engine applies adapters of one rank and one scale to fixed layers. So all adapters get the largest of their ranks,
-the scale 1, and all layers for which any of them has an adapter. They compute the same as before: rows of A and columns
-of B that are zero add nothing, and s B A is (s B) A.
+An engine applies adapters of one rank and one scale to fixed layers. So all adapters are converted to a common form: the
+largest of their ranks, the scale 1, and all layers for which any of them has an adapter. They compute the same as before:
+rows of A and columns of B that are zero add nothing, and s B A is (s B) A.
+
+The base model is compared as well. Its adapter is zero.
 """
 
 import re
@@ -78,7 +80,7 @@ class ComparedAdapters:
     """Adapters of one base, whose tensors are read when they are needed."""
 
     own_settings: Mapping[str, LoraSettings]  # name of an adapter -> its own settings, with its folder
-    settings: LoraSettings  # the common settings
+    settings: LoraSettings  # settings of the common form
     # Name of a tensor in peft's files -> shape: (rank, in) of A, (out, rank) of B
     shapes: Mapping[str, tuple[int, int]]
 
@@ -127,7 +129,10 @@ class ComparedAdapters:
         return "" if name == BASE else self.own_settings[name].initial_folder
 
     def tensors(self, name: str) -> dict[str, Tensor]:
-        """Return an adapter's tensors in the common form, in float32, by peft's names. For the base, they are zero.
+        """Return an adapter's tensors in the common form (see the module's docstring), in float32, by peft's names.
+
+        Args:
+            name: Name of an adapter, or BASE, for which all tensors are zero.
 
         Raises:
             ConfigurationError: The adapter's file has changed since `read`, and does not fit any more.

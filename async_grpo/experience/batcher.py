@@ -251,7 +251,8 @@ class ExperienceBatcher:
             self._alive[number] = UnfinishedGroup(next(self.cursor), group.resampled + 1)
         group = self.advantages.with_group_mean(group)
         group = await self.rollouts.add_logprobs(group)
-        # This wait ends when the groups offered earlier are packed, even if the group cannot be placed in a step yet
+        # `_offer` waits only until the groups that were offered earlier are packed. It does not wait for a place in a step:
+        # without one, the group stays in the `StepAssembler`
         with waiting("step", f"group {number}", "its step"):
             await self._offer(group)
 
@@ -336,8 +337,8 @@ class ExperienceBatcher:
         spans = generation.pop("spans", [])
         busy = generation.pop("busy")
 
-        first_step = self.plan.first_step(complete.step)
-        stats = step_stats(first_step, complete.groups, self._samples_done, self.config.steps_per_batch)
+        optimizer_step = self.plan.first_step(complete.step)  # first step that trains this minibatch
+        stats = step_stats(optimizer_step, complete.groups, self._samples_done, self.config.steps_per_batch)
         stats["groups_without_signal"] = self.advantages.num_without_signal(complete.groups)
         stats |= self.rollouts.teacher_stats(complete.groups)
         stats["questions_retired"] = len(self.cursor.retired)

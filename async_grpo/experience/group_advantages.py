@@ -56,7 +56,10 @@ class GroupAdvantages:
             self.running_means.restore(memory)
 
     def weights_live(self, version: int) -> None:
-        """Forget the running means that only a checkpoint of an earlier policy version would save."""
+        """Forget the running means before steps that are older than `version`.
+
+        No checkpoint will need them, because its version is at least this one.
+        """
         if self.running_means is not None:
             self.running_means.forget_before(version)
 

@@ -20,11 +20,14 @@ or earlier, and these must be all of them. Without slack, step k trains the grou
 
 With several passes over each batch, a "step" of the assembler is a minibatch, and the engines get new weights only at the
 end of a cycle. A cycle is all passes over one batch (see `PassPlan`): C optimizer steps, which train K groups. These groups
-are alive until the weights after the cycle are live. `max_staleness` still counts optimizer steps: at most
-(S + 1) // C * K groups are alive, and `slack` is the unused part of this number. When version v is live, the groups of the
-first v // C cycles are no longer alive. So a group that is admitted now is due in a cycle before v // C + (S + 1) // C. All
-steps of this cycle are below (v // C + (S + 1) // C) * C, which is at most v + S + 1. So no pass trains a token that is
-more than S steps old.
+are alive until the weights after the cycle are live. `max_staleness` still counts optimizer steps: a token of version v may
+be trained in the S + 1 steps from v to v + S, which contain at most (S + 1) // C whole cycles. So at most (S + 1) // C * K
+groups are alive, and `slack` is the unused part of this number.
+
+Why this bounds the age with several passes: cycles and steps are numbered from 0. When version v is live, the groups of the
+first v // C cycles are no longer alive. So a group that is admitted now is due in a cycle with a number below
+v // C + (S + 1) // C. Cycle c ends before step (c + 1) * C. So every step that trains the group is below
+(v // C + (S + 1) // C) * C, which is at most v + S + 1: no pass trains a token that is more than S steps old.
 """
 
 import asyncio

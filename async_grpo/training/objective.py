@@ -97,9 +97,9 @@ class Objective:
         self.selects_high_entropy = config.top_entropy_quantile < 1
         # Whether the loss also contains the cross-entropy of the tokens that the environment wrote
         self.trains_observations = config.observation_coef > 0
-        # Whether the first gradient of the step must wait for a forward pass of all its micro-batches. About the
-        # last condition: `units_per_observation` depends on the tokens that are rejected, and these are known only after
-        # a forward pass
+        # Whether the first gradient of the step must wait for a forward pass of all its micro-batches. The reason for the
+        # last condition: the factor of the observations' cross-entropy (see `__call__`) depends on which tokens are
+        # rejected, and this is known only after a forward pass
         self.needs_first_forward = (
             self.has_critic
             or self.loss.needs_selection
@@ -204,9 +204,10 @@ class Objective:
             metrics |= value_metrics | {"value_loss": value_losses}
         loss = self.aggregate(token_losses, batch, mask)
         cross_entropy = self._cross_entropy_of_observations(logprobs, batch)
-        # The loss of the step is later divided by the number of units, and a metric by the number of trained tokens. But
-        # the cross-entropy is to be a mean over observation tokens. `units_per_observation` and `tokens_per_observation`
-        # are the quotients of these numbers
+        # The cross-entropy must become a mean over observation tokens. But the loss of the step is later divided by the
+        # number of units, and a metric by the number of trained tokens. So the cross-entropy is multiplied here by (number
+        # of units) / (number of observation tokens), and below, for the metric, by (number of trained tokens) / (number of
+        # observation tokens)
         loss = loss + self.config.observation_coef * cross_entropy * batch.units_per_observation
         if self.truncation is not None:
             metrics["outside_support_share"] = torch.where(mask, further_outputs[-1], 0)

@@ -126,8 +126,8 @@ class Publisher:
         started = time.monotonic()
         self._for_late = self_test and self._has_proof
         wait_for_self_test: Proof = self._run_self_test(model) if self_test else dict
-        # The draft needs the result of the first round of the self-test. `_run_self_test` has waited for it, but not for
-        # the last round, whose weights the engines load while this rank computes
+        # The draft is the package without its tensors. Its tolerance needs the result of the first round of the self-test,
+        # which `_run_self_test` has awaited. The engines load the weights of the last round while this rank computes it
         draft = self._draft(model, version)
         self._prepared = None
         wait_for_self_test()
@@ -255,6 +255,7 @@ class Publisher:
             tolerance = self.config.canary_tolerance
         elif not self._has_proof:
             self._unchanged_sensitivity = sensitivity
+            # SENSITIVITIES is the allowed multiple of the trainer's sensitivity
             tolerance = max(SENSITIVITIES[self.wire_dtype] * sensitivity, UNCHANGED_ALLOWED[self.wire_dtype])
         else:
             # Proven weights have differed by `_rounding`. It varies from sync to sync, hence the factor of 3

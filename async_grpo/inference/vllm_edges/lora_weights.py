@@ -42,9 +42,9 @@ class HeldMatrix:
         return f"{self.module}.{self.kind}"
 
     def is_counted(self) -> bool:
-        """Return whether this process counts the matrix.
+        """Return whether this process adds its values to the matrix's fingerprint, which is a sum over all processes.
 
-        If several processes have the same values, only the first one does.
+        If several processes have the same values, only the first of them adds them, so that they count once.
         """
         rank = get_tensor_model_parallel_rank()
         if isinstance(self.layer, ReplicatedLinear):
@@ -52,7 +52,7 @@ class HeldMatrix:
         is_row = isinstance(self.layer, RowParallelLinear)
         if (self.kind == "lora_A") != is_row:
             # If a layer is split among processes, either its outputs (the rows of B) or its inputs (the columns of A)
-            # are split. All processes have the whole of the other matrix, so only the first one counts it
+            # are split. All processes have the whole of the other matrix, so only the first one adds it
             return rank == 0
         is_key_or_value = self.module.endswith(("k_proj", "v_proj"))
         num_replicas = getattr(self.layer, "num_kv_head_replicas", 1) if is_key_or_value else 1

@@ -108,7 +108,7 @@ class _Opening:
         return "".join(_dedented(line, columns) + "\n" for line in inner_lines)
 
     def is_repeated_by(self, next_opening: "_Opening | None") -> bool:
-        """Return whether the fence in the next line opens a Python block instead of this fence."""
+        """Return whether this fence is ignored, because the next line is another opening fence, which names Python."""
         if next_opening is None or next_opening.language not in PYTHON:
             return False
         return next_opening.character == self.character and next_opening.length >= self.length
@@ -175,7 +175,15 @@ def _opening_of(line: str) -> _Opening | None:
 
 
 def _end_of(opening: _Opening, lines: Sequence[str], start: int, takes_loose_ends: bool) -> _End | None:
-    """Return the end of a block whose content starts at line `start`, or None if it has none."""
+    """Return the end of a block, or None if it has no end.
+
+    Args:
+        opening: The opening fence of the block.
+        lines: All lines of the text.
+        start: Index of the first line of the content.
+        takes_loose_ends: Whether the first fence that may end the block ends it, even if only by the looser rules. If
+            False, such a fence ends the block only if no later fence ends it by the strict rules.
+    """
     may_be_python = opening.language in PYTHON or not opening.language
     loose_end: _End | None = None
     open_string = ""

@@ -81,16 +81,15 @@ _BOUND_BEFORE = re.compile(
     r"|up to|over|under|above|below)[\s*_$]{1,4}"
 )
 _BOUND_BEHIND = re.compile(rf"[$*_]{{0,3}}\s({BOUND_WORDS.pattern})")
-_NEGATION = re.compile(
-    r"(?:\bnot|n['\u2019]t)\s{1,3}[$*(\\]{0,4}\Z"
-)  # the words in front of a value that is denied
-_NEGATION_CHARACTERS = 12  # largest length of such words
+# Matches the text in front of a formula if it ends with a negation, as in "it is not 5" or "it isn't $5$"
+_NEGATION = re.compile(r"(?:\bnot|n['\u2019]t)\s{1,3}[$*(\\]{0,4}\Z")
+_NEGATION_CHARACTERS = 12  # number of characters in front of a formula that are searched for a negation
 # Matches the text in front of an equation if the equation's left side surely begins there. It does not match for the
 # formula `3 = 6` in "2 times 3 = 6" or "2 hours * 3 = 6", because a part of the left side is in the words before it
 _BEFORE_EQUATION = re.compile(
     r"(?:\A|[.:!?\n]|\b(?:is|are|so|that|thus|hence|therefore|then|get|have|gives?|since|because))[\s*_(\[,]{0,8}\Z"
 )
-_BEFORE_EQUATION_CHARACTERS = 20  # largest length of such words
+_BEFORE_EQUATION_CHARACTERS = 20  # number of characters in front of an equation that `_BEFORE_EQUATION` reads
 
 
 def stated_formula(text: str) -> str | None:

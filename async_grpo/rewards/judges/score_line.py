@@ -39,7 +39,9 @@ _ANOTHER_NUMBER = re.compile(r"[+\-−–~.=*/×÷^<>≈]{0,3}[^\S\n]*\d")
 _ALTERNATIVE = re.compile(r"(?:or|to|and)\b", re.IGNORECASE)
 _REMARK = re.compile(r"[ \t]{1,3}(?:\(|[-–—]{1,3}[ \t]{1,3}|[✓✔✅]|([^\W\d_]{2,30}))")
 _LETTERS = re.compile(r"[^\W\d_]+")
-_REMARK_CHARACTERS = 24  # length of a remark's beginning, where another number may belong to the score
+# A remark must have no other number in this many first characters: a number so near may be a part of the score. Numbers
+# further on are accepted
+_REMARK_CHARACTERS = 24
 _NO_REMARK = frozenset("or to and out per by oder bis und ou point times plus minus squared cubed".split())
 _NUMBER_WORDS = frozenset(
     (
@@ -158,7 +160,7 @@ def _is_remark(text: str, position: int) -> bool:
 
 
 def _names_a_number(text: str, position: int) -> bool:
-    """Return whether a number, in digits or words, follows shortly after the position on the same line."""
+    """Return whether a number, in digits or words, follows on the same line within _REMARK_CHARACTERS."""
     near = text[position : position + _REMARK_CHARACTERS].partition("\n")[0].lower()
     is_in_words = not _NUMBER_WORDS.isdisjoint(_LETTERS.findall(near))
     return is_in_words or any(character.isnumeric() for character in near)

@@ -93,7 +93,8 @@ def result_of(episode: Any) -> dict[str, Any]:
         raise RuntimeError("; ".join(errors) or f"{len(episode.traces)} rollouts: only one can be trained")
     (trace,) = episode.traces
     rewards = {name: reward and reward.score for name, reward in trace.rewards.items()}
-    # verifiers scores a trace that stopped at its agent's time limit, but not one that stopped at another time limit
+    # The package `verifiers` scores a trace that stopped at its agent's time limit, but does not score one that stopped at
+    # another time limit
     is_late = trace.is_timeout and trace.stop_condition != "agent_timeout"
     if is_late or not rewards or None in rewards.values():
         raise RuntimeError(f"it has not been scored ({trace.stop_condition}): {rewards}")
