@@ -20,7 +20,8 @@ NO_TIME = np.int32(-1)
 class FirstPass:
     """What the first pass over a batch computed for a micro-batch, which later passes use (`--passes-per-batch`)."""
 
-    logprobs: np.ndarray  # (N,) float32, the trainer's log-probs under the weights before the step
+    # (N,) float32, the trainer's log-probs under the weights before the step in which the first pass trained on it
+    logprobs: np.ndarray
     # With a critic, (N,) float32 each: the estimated advantages, the targets of the critic, and its values
     advantages: np.ndarray | None = None
     returns: np.ndarray | None = None
@@ -160,10 +161,10 @@ class FlowSettings:
     """How a policy draws: the denoising steps of a training sample, and which of them are stochastic."""
 
     num_steps: int  # number of denoising steps of a picture
-    # See `algorithm.flow.windows.stochastic_steps`
-    window: int = 0
-    window_order: str = "random"
-    window_every: int = 1
+    # The window: the denoising steps that are stochastic and trained (`algorithm.flow.windows.stochastic_steps`)
+    window: int = 0  # number of its steps; 0 means all steps
+    window_order: str = "random"  # "random": a random place for each picture; "sliding": moves during the run
+    window_every: int = 1  # number of policy versions that a sliding window stays at one place
     picture_size: int = 0  # height and width of a picture in pixels; 0 means the model's own
     guidance: float = 1.0  # weight of the prompt against the negative prompt; 1 means no guidance
     # Whether the trainer needs finished pictures (DiffusionNFT) instead of denoising steps. They are drawn without noise

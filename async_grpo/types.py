@@ -318,12 +318,12 @@ class Sample:
         return np.concatenate(parts)
 
     def sampled(self, values: np.ndarray, begin: int = 0) -> np.ndarray:
-        """Return the values (T,) of the sampled tokens.
+        """Return the values (T,) of the sampled tokens, from values that begin at some token of the sequence.
 
         Args:
-            values: One value for each token of the sequence, starting at the token with the index `begin`.
-            begin: Index of the first token that has a value. If the sample has no turns, `begin` is ignored, and the
-                values must be those of the tokens after the prompt. All of these tokens are sampled.
+            values: One value for each token of the sequence from index `begin` to the end.
+            begin: Index of the first token that has a value. A sample without turns ignores it: its values must begin
+                right after the prompt. They are returned as they are, because all tokens after the prompt are sampled.
         """
         if not self.completion.turns:
             return values

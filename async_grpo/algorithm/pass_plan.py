@@ -45,7 +45,7 @@ class PassPlan:
         return (step // self.cycle_steps + 1) * self.cycle_steps
 
     def ends_cycle(self, version: int) -> bool:
-        """Return whether a policy version is that after the last step of a cycle, or the first version."""
+        """Return whether the engines get this policy version: the last step of a cycle made it, or it is the first."""
         return version % self.cycle_steps == 0
 
     def next_minibatch(self, version: int) -> int:

@@ -166,7 +166,7 @@ def _longest_history(
 
 
 def _append(earlier: TrajectorySequence, later: TrajectorySequence) -> None:
-    """Append the turns of `later` to `earlier`, with which the first history of `later` begins."""
+    """Append the turns of `later` to `earlier`. The history of the first turn of `later` must begin with `earlier`."""
     first = later.turns[0]
     turn = replace(
         first.turn,

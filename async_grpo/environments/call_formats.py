@@ -190,7 +190,7 @@ def read_command(text: str) -> ReadTurn:
     return ReadTurn(None, content if calls else text, tuple(calls))
 
 
-# Name of a format, as vLLM names its parsers -> function that reads a turn behind its thought
+# Name of a format, as vLLM names its parsers -> function that reads the part of a turn after its thought
 FORMATS: dict[str, Callable[[str], ReadTurn]] = {
     "hermes": read_hermes,
     "openai": read_harmony,

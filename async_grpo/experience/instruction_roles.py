@@ -86,7 +86,7 @@ class InstructionRoles:
     def _role_of_later_message(
         self, leading_roles: tuple[str, ...], tools: list[dict[str, Any]] | None
     ) -> str:
-        """Return the role under which the template writes a developer message behind a question and its answer."""
+        """Return the role under which the template writes a developer message after a question and its answer."""
         problem = ""
         for role in ("developer", "system"):
             problem = self._problem((*leading_roles, "user", "assistant", role), tools)

@@ -95,8 +95,8 @@ def early_start(config: LocalConfig) -> Iterator[EarlyStart]:
 def _may_start_warm(config: LocalConfig) -> bool:
     """Return whether the run's processes are forked from warm servers. Warm servers are not tested with GPUs."""
     if config.ray_address:
-        # In an existing cluster, a Ray node starts the actors. It may belong to another user, who cannot reach the
-        # servers
+        # In an existing cluster, actors are started by a Ray node. Another user may have started this node, and its
+        # processes cannot reach this user's warm servers
         return False
     if config.warm_start == "auto":
         return not gpus()

@@ -4,9 +4,9 @@
 def text_reward(read: str, target: str) -> dict[str, float]:
     """Return the reward of a text that was read from a picture.
 
-    It is max(0, 1 - edits / length), as in Flow-GRPO (Liu et al. 2025): the number of letters to insert, remove or replace
-    until the text is the wanted one, and the length of the wanted one. A picture that has the wanted text among other
-    texts gets 1. Spaces and capitals do not count.
+    It is max(0, 1 - edits / length), as in Flow-GRPO (Liu et al. 2025). `edits` is the number of letters to insert, remove
+    or replace until the text that was read is the wanted text, and `length` is the number of letters of the wanted text. A
+    picture that has the wanted text among other texts gets 1. Spaces and capitals do not count.
 
     Args:
         read: The text that a reader found in the picture.
@@ -29,7 +29,8 @@ def text_reward(read: str, target: str) -> dict[str, float]:
         return {"reward": 1.0, "is_exact": float(read_letters == target_letters)}
     length = len(target_letters)
     num_surplus = len(read_letters) - length
-    # At least the surplus letters are edits. A picture may be full of letters, which would take long to compare
+    # Each surplus letter must be removed, so `length` surplus letters already make the reward 0. The distance is not
+    # computed then: a picture may be full of letters, which would take long to compare
     num_edits = length if num_surplus >= length else edit_distance(read_letters, target_letters)
     return {"reward": max(0.0, 1.0 - num_edits / length), "is_exact": 0.0}
 

@@ -32,7 +32,7 @@ class BatchTensors:
     # sets them
     further_logprobs: Float[Tensor, "1 packed k"] | None = None
     weight_mean: float | None = None  # mean importance weight of the step; all weights are divided by it
-    # Log-probs under the weights before the first pass over the batch; None in the first pass
+    # Log-probs under the weights before the step of the first pass (`FirstPass.logprobs`); None in the first pass
     start_logprobs: Float[Tensor, "1 packed"] | None = None
     # (Divisor of the step's loss) / (number of observation tokens in the step), and (number of trained tokens in the
     # step) / (number of observation tokens in the step)

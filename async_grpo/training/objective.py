@@ -381,7 +381,7 @@ def _logprobs_to_compare(
     Args:
         logprobs: The trainer's log-probs.
         batch: The micro-batch.
-        of_first_pass: In later passes over a batch, return the trainer's log-probs before the first pass.
+        of_first_pass: In later passes over a batch, return the trainer's log-probs from the first pass.
     """
     if batch.proximal_logprobs is not None:
         return batch.proximal_logprobs

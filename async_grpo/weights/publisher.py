@@ -203,9 +203,9 @@ class Publisher:
     def _engines_have_weights(self, unchanged: WeightPackage) -> bool:
         """Return whether all engines already compute with the trainer's weights. A collective.
 
-        An empty package asks for the engines' log-probs of the canary texts. In bfloat16 and with `--canary-tolerance`,
-        it is not sent: a lost tensor may be visible only in the read-back, which works only if engines first receive the
-        weights that they already have (see `ReadBack`). Workers that joined late have older weights.
+        An empty package asks for the engines' log-probs of the canary texts. It is not sent in bfloat16 and with
+        `--canary-tolerance`: the canary may then miss a lost tensor, and the read-back finds it only if engines first
+        receive the weights that they already have (see `ReadBack`). Workers that joined late have older weights.
         """
         # Engines of a run with an adapter compute nothing before the first sync has brought it
         has_adapter = self.named_updates is not None

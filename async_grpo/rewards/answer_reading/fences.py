@@ -123,7 +123,7 @@ class _Opening:
         return line.rstrip(" \t\r").endswith(self.character * self.length) and not self.is_end(line)
 
     def is_tailed_end(self, line: str) -> bool:
-        """Return whether a line of the block, from `inside`, is a fence with a tag, a mark or a sentence behind it."""
+        """Return whether a line of the block, from `inside`, is a fence with a tag, a mark or a sentence after it."""
         fence = line.lstrip(" \t")
         tail = fence.lstrip(self.character).strip()
         first_word, blank, _ = tail.partition(" ")

@@ -215,7 +215,7 @@ def _continues(text: str, run: _Run, token: _Token, blank: _Token | None) -> boo
         return False
     previous = run.tokens[-1]
     is_list_comma = token.text == "," and run.depth == 0
-    # True for a letter behind `2ab`, because this number already has its variables
+    # True for a letter after `2ab`, because this number already has its variables
     is_after_suffix = token.kind == "letter" and previous.kind == "number" and previous.text[-1].isalpha()
     if is_list_comma or is_after_suffix:
         return False

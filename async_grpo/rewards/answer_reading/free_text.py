@@ -75,7 +75,7 @@ _CHOICE_AFTER_VALUE = re.compile(r"[$*_\s]{1,4}\(?[A-E](?![a-zA-Z'])")  # a seco
 _UNIT_AFTER = re.compile(
     r"\s?((?:(?:square|cubic|sq\.?|cu\.?)\s)?(?!in\b)[a-zA-Z]{2,12}(?:\s?(?:/|\bper)\s?[a-zA-Z]{1,12})?)(\^\d)?(?![a-zA-Z])"
 )
-# Words before a number that make it a bound, as in "The answer is at least 5", and words behind it
+# Words before a number that make it a bound, as in "The answer is at least 5", and words after it
 _BOUND_BEFORE = re.compile(
     r"[\s*_:]{0,4}(at (?:least|most)|(?:more|less|fewer|greater|larger|smaller|higher|lower) than"
     r"|up to|over|under|above|below)[\s*_$]{1,4}"
@@ -324,11 +324,11 @@ def _joined(text: str, group: Sequence[Formula]) -> str:
 
 
 def _with_bound(text: str, begin: int, group: Sequence[Formula]) -> str:
-    """Return the formulas of a list, with words such as "at least" before them, or "or more" behind them.
+    """Return the formulas of a list, with words such as "at least" before them, or "or more" after them.
 
     Args:
         text: The text.
-        begin: Position behind "answer is", at which the words before the list begin.
+        begin: Position after "answer is", at which the words before the list begin.
         group: The formulas.
     """
     before = _BOUND_BEFORE.fullmatch(text, begin, group[0].begin)

@@ -57,7 +57,7 @@ _PART = (
     r"(?:(?:/|\bper\b|\\cdot(?![a-zA-Z])|\*)\s{0,8})?(?:(?:square|sq|cubic|cu)\b\.?\s{0,8})?[a-zA-Z]{1,12}(?![a-zA-Z(])"
     r"(?:\s{1,8}(?:squared|cubed)\b|\s{0,8}\^\s?\{?\s?[-+]?\d\s?\}?)?\.?"
 )
-# A number and the unit behind it
+# A number and the unit after it
 _MEASURE = re.compile(rf"(?:(?<=[\d}})])|(?<=\\pi)|(?<=\\pi\s))\s{{0,8}}({_PART}(?:\s{{0,8}}{_PART}){{0,3}})")
 # A text that only has a number and a unit. In such a text, a single letter counts as a unit
 _SINGLE = re.compile(

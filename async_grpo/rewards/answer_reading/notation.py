@@ -38,7 +38,7 @@ _NAME_BEHIND = re.compile(r"((?:[-+\d.,/(){}^*\s]|\\[a-z]{2,8}){1,200}?)\s?=\s{0
 _PERCENTAGE = re.compile(r"(.{1,100}?)\s?\\?%")
 _DECIMAL = re.compile(r"\+?(-?)(\d{0,400})(?:\.(\d{0,400}))?")
 _WORDS_IN_FONT = re.compile(rf"{FONT}\s?(\{{[^{{}}]{{0,400}}\}})")
-# A condition behind an equation, as in "f(x) = 2x for all real x"
+# A condition after an equation, as in "f(x) = 2x for all real x"
 _CONDITION = re.compile(
     r"(=[^=]{1,400}?)\s{0,8},?\s{0,8}(?:\\text\s?\{\s?)?for (?:all|every|any)(?![a-zA-Z])[^=]{0,100}\Z"
 )

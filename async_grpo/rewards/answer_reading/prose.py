@@ -12,7 +12,7 @@ from async_grpo.rewards.answer_reading.notation import plain_notation
 from async_grpo.rewards.answer_reading.spellings import FONT, SPACE, WORD_IN_FORMULA, as_latex
 
 MAX_CHARACTERS = 2_000  # maximum length of an answer that is compared as a text
-MAX_UNIT_WORDS = 4  # maximum number of words behind a value that may be its unit
+MAX_UNIT_WORDS = 4  # maximum number of words after a value that may be its unit
 # Names of the empty set in answers, in small letters and without blanks
 EMPTY_SET_NAMES = {"nosolution", "nosolutions", "norealsolution", "norealsolutions", "emptyset", "none"}
 MAX_WORDS = 12  # maximum number of words of a gold answer that is compared as a text
@@ -29,7 +29,7 @@ _WORD = re.compile(r"[a-zA-Z]{2,}")
 _SURE_WORD = re.compile(r"(?![bcdfghjklmnpqrstvwxz]{1,20}(?![a-zA-Z]))[a-zA-Z]{3,}")
 _WORDS_ONLY = re.compile(r"[a-zA-Z][a-zA-Z\s,'-]*")
 _SEPARATOR = re.compile(r"\s?,\s?(?:and\s|or\s)?|\sand\s|\sor\s")
-# Words behind a value that change it
+# Words after a value that change it
 _CHANGING_WORD = re.compile(
     r"(?<![a-zA-Z])(?:or|and|more|less|fewer|least|most|greater|smaller|over|under|above|below|except|million|billion"
     r"|thousand|hundred|dozen|percent|times|than|out)(?![a-zA-Z])"
@@ -92,7 +92,7 @@ def is_prose(gold: str) -> bool:
 
 
 def _is_quantity(plain: str) -> bool:
-    """Return whether a text is a value and a few words behind it, none of which changes the value, as in "3rd floor"."""
+    """Return whether a text is a value and a few words after it, none of which changes the value, as in "3rd floor"."""
     word = _WORD.search(_NO_WORD.sub(lambda match: " " * len(match[0]), plain))
     if word is None:
         return False

@@ -191,7 +191,7 @@ def _unindented(code: str, prelude: str) -> str:
 
 
 def continues(prelude: str, code: str) -> bool:
-    r"""Return whether indented code is valid behind the prelude, as the body of its last function.
+    r"""Return whether indented code is valid after the prelude, as the body of its last function.
 
     >>> continues("def f(x):", "    return x"), continues("import math", "    return x")
     (True, False)

@@ -34,7 +34,7 @@ _NUMBER = re.compile(r"[-+]?\d[\d.,]{0,60}(?:/\d{1,60})?")
 _RELATION_AT_BEGIN = re.compile(r"\s?(?:[<>]|\\(?:[gl]e|ne|[gl]t)(?![a-zA-Z]))")
 _TEXT = re.compile(rf"{FONT}\s?\{{([^{{}}]{{1,200}})\}}")
 _DOUBT = re.compile(r"(?<![a-zA-Z])(?:maybe|perhaps|possibly|not sure)(?![a-zA-Z])")
-# Words behind a number that make it a bound or the begin of a range, as in "5 or more", "5 at most" and "5 to 7"
+# Words after a number that make it a bound or the beginning of a range, as in "5 or more", "5 at most" and "5 to 7"
 BOUND_WORDS = re.compile(
     r"(?<![a-zA-Z\\])(?:(?:or|and)\s{1,4}(?:(?:possibly|maybe)\s{1,4})?(?:more|less|fewer|greater|higher|lower|larger"
     r"|smaller|above|below|over|under|up)|at\s{1,4}(?:most|least)|to\s{1,4}\d{1,20})(?![a-zA-Z])"

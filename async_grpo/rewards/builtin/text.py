@@ -193,7 +193,8 @@ def cosine(num_tokens: int, max_tokens: int, right: bool) -> float:
 
         r_L + (r_0 - r_L) (1 + cos(pi L / L_max)) / 2 if L < L_max;    r_e if L >= L_max
 
-    Here L is num_tokens and L_max is max_tokens. The other parameters are the constants RIGHT, WRONG and EXCEEDED.
+    Here L is num_tokens and L_max is max_tokens. (r_0, r_L) is RIGHT if the answer is right and WRONG otherwise, and r_e
+    is EXCEEDED.
     """
     if num_tokens >= max_tokens:
         return EXCEEDED

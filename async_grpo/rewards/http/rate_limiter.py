@@ -212,7 +212,8 @@ class Meter:
         self._total = 0.0  # total cost of `_starts`
         self._resumed = resumed
         self._clock = -math.inf  # virtual clock: when the rate allows the next call, without bursts
-        self._hasty_clock = -math.inf  # virtual clock that runs at CATCH_UP_FACTOR times the rate
+        # The same at CATCH_UP_FACTOR times the rate, without lost time. It limits how fast `_clock` makes up for that
+        self._hasty_clock = -math.inf
 
     def set(self, per_minute: float | None, burst_s: float, slack_s: float) -> None:
         """Change the limit. None removes it. Calls that were already counted stay counted."""

@@ -45,7 +45,7 @@ class AdapterProcess:
     """
 
     kind = "reward function"  # what runs in the process, for messages
-    # Function that prepares the `Host` in the process (see `hosted_reward`)
+    # Function that prepares the `Host`, the object that answers the requests in the process
     host = "async_grpo.rewards.isolation.child:hosted_reward"
     max_processes = (
         128  # maximum number of processes, with those that the reward starts; beyond it, all are ended

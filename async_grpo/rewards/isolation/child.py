@@ -239,9 +239,10 @@ class Server:
 
 
 class Host(Protocol):
-    """Interface of the object that serves a child process's requests.
+    """Interface of the object that answers the requests in a child process.
 
-    `greeting["host"]` names the function that prepares it (see `hosted_reward`).
+    The first message of the parent process, the greeting, names under "host" the function that prepares this object.
+    For rewards, it is `hosted_reward`.
     """
 
     traits: AdapterTraits

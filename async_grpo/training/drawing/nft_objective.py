@@ -88,7 +88,8 @@ class NFTObjective(FlowObjective):
         positions = batch.mask[0].nonzero().flatten()
         is_empty = len(positions) == 0
         if is_empty:
-            # A rank that has nothing to train on must run the same forward and backward passes as the other ranks
+            # A rank that has nothing to train on must run the same forward and backward passes as the other ranks. It
+            # runs them for the second token of its first sequence
             positions = batch.cu_seqlens[:1].to(batch.input_ids.device, torch.int64) + 1
         latents = batch.latents
         if latents is None:

@@ -38,7 +38,7 @@ class LabelFamily(FlowFamily):
         return 1
 
     def picture_shape(self, config: Config, vae_config: Config, picture_size: int) -> tuple[int, int, int]:
-        """Return channels, height and width of a picture, which is a state."""
+        """Return channels, height and width of a picture. They are those of a state, because the model draws pixels."""
         return self.latent_shape(config, vae_config, picture_size)
 
     def check(self, config: Config, file: Path) -> None:
