@@ -238,6 +238,16 @@ class GradientAccumulator:
         reduced |= dict(zip(max_names, maxima.tolist(), strict=True))
         return reduced, sums[len(sum_names) :]
 
+    def advance_schedules(self, count: int) -> None:
+        """Advance the learning-rate schedules by a number of steps that are not taken, so that they still end with the run.
+
+        Call it when `finish` has returned `passes_stopped`. The steps are the skipped one and the rest of the batch.
+        """
+        schedulers = [self.scheduler] if self.critic is None else [self.scheduler, self.critic.scheduler]
+        for scheduler in schedulers:
+            for _ in range(count):
+                scheduler.step()
+
     def discard_gradients(self) -> None:
         """Free the gradients after a step."""
         self.optimizer.zero_grad(set_to_none=True)

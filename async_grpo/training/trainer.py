@@ -159,10 +159,14 @@ class Trainer:
         self._is_sync_reported = True
         with clock.measure("computing"):
             metrics |= self.accumulator.finish()
-        # If `--passes-max-kl` ends the batch early, the version still counts all steps of the batch: the batch's number
-        # and the bound on staleness are computed from the version
-        is_batch_over = bool(metrics.get("passes_stopped"))
-        self.version = self.plan.cycle_end(self.version) if is_batch_over else self.version + 1
+        # If `--passes-max-kl` ends the batch early, the version still counts all steps of the batch: the batch's number,
+        # the bound on staleness and the learning rate follow from the number of steps
+        if metrics.get("passes_stopped"):
+            next_version = self.plan.cycle_end(self.version)
+            self.accumulator.advance_schedules(next_version - self.version)
+            self.version = next_version
+        else:
+            self.version += 1
         self.accumulator.steps = self.version
         self.samples += step_end.num_samples
         return metrics

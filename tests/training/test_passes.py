@@ -27,9 +27,12 @@ from async_grpo.algorithm.config import AlgorithmConfig
 from async_grpo.algorithm.pass_plan import PassPlan
 from async_grpo.messages import MicroBatch, SaveRequested, StepEnd, WorkersJoined, dummy_micro_batch
 from async_grpo.modeling.policy import PolicyModel
+from async_grpo.training.accumulator import GradientAccumulator
 from async_grpo.training.batch_tensors import BatchTensors
+from async_grpo.training.config import OptimizerConfig
 from async_grpo.training.critic import Critic
 from async_grpo.training.objective import Objective
+from async_grpo.training.optimizer import build_critic_optimizer, build_policy_optimizer
 from async_grpo.training.passes import Passes
 from async_grpo.training.trainer import Trainer
 from async_grpo.types import PROMPT_TOKEN
@@ -249,6 +252,7 @@ def test_the_engines_get_weights_after_the_last_pass_and_a_stopped_batch_keeps_i
     assert ["weight_sync_s" in line for line in lines] == [True, False, True, False, True]
     assert [line["alarms"] for line in lines] == [["!"], [], [], ["!"], []]
     assert script.steps == 6
+    assert script.advance_schedules.call_args_list == [call(2)]  # its second and third pass
 
 
 # The gradients
@@ -414,3 +418,23 @@ def test_passes_stop_before_the_step_whose_kl_exceeds_the_bound(ranks):
         )
         assert len(accumulator.optimizer.gradients) == (1 if max_kl else 2)
     assert kls[None] == kls[1e-4] > 1e-4
+
+
+def test_the_learning_rates_of_a_batch_that_ends_early_end_with_the_run():
+    """A policy and a critic, four passes over each of two batches, stopped in the second pass of each."""
+    rates_of = {"learning_rate": 1.0, "critic_learning_rate": 0.5}
+    config = OptimizerConfig(lr_scheduler="linear", num_warmup_steps=0, **rates_of)
+    policy = PolicyModel(tiny_model())
+    critic = Mock(scheduler=build_critic_optimizer(own_critic(), config, total_steps=8)[1])
+    optimizer, scheduler = build_policy_optimizer(policy, config, total_steps=8)
+    ranks = Mock(device=torch.device("cpu"))
+    accumulator = GradientAccumulator(policy, optimizer, scheduler, Mock(), ranks, config, critic=critic)
+    rates = []
+    for _ in range(2):
+        rates.append((scheduler.get_last_lr()[0], critic.scheduler.get_last_lr()[0]))
+        for part in (scheduler, critic.scheduler):
+            part.optimizer.step()
+            part.step()
+        accumulator.advance_schedules(3)
+    assert rates == [(1.0, 0.5), (0.5, 0.25)]
+    assert scheduler.get_last_lr() == critic.scheduler.get_last_lr() == [0.0]
