@@ -44,8 +44,6 @@ class MuonWithAdamW(Optimizer):
         defaults = {"lr": config.learning_rate, "weight_decay": config.weight_decay}
         groups = [{"params": matrices, "momentum": config.muon_momentum}, *other_groups]
         super().__init__(groups, defaults)
-        # `_adamw` shares the parameter groups and the state of this optimizer, so that schedules and checkpoints see
-        # only one
         self._adamw = AdamW(
             self.param_groups[1:],
             lr=config.learning_rate,
@@ -54,6 +52,19 @@ class MuonWithAdamW(Optimizer):
             weight_decay=config.weight_decay,
             fused=True,
         )
+        self._share_groups_and_state()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load the parameter groups and the state of both optimizers."""
+        super().load_state_dict(state_dict)
+        self._share_groups_and_state()
+
+    def _share_groups_and_state(self) -> None:
+        """Let AdamW use the parameter groups and the state of this optimizer, so that schedules and checkpoints see one.
+
+        Loading replaces both, so they must then be shared again. Otherwise AdamW would keep its old learning rate.
+        """
+        self._adamw.param_groups = self.param_groups[1:]
         self._adamw.state = self.state
 
     def is_matrix(self, parameter: Tensor) -> bool:

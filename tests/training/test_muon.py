@@ -144,3 +144,17 @@ def test_the_schedule_and_the_moments_are_those_of_one_optimizer():
     assert keys == {("momentum_buffer", "step"), ("exp_avg", "exp_avg_sq", "step")}
     optimizer.zero_grad()
     assert all(parameter.grad is None for parameter in policy.parameters())
+
+
+def test_a_learning_rate_that_changes_after_loading_reaches_adamw_too():
+    policy = PolicyModel(critic_policy().model)
+    optimizer, _ = build_policy_optimizer(policy, OptimizerConfig(optimizer="muon", weight_decay=0.0))
+    optimizer.load_state_dict(optimizer.state_dict())
+    for group in optimizer.param_groups:
+        group["lr"] = 0.0
+    before = {name: parameter.detach().clone() for name, parameter in policy.named_parameters()}
+    for parameter in policy.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    assert all(torch.equal(parameter, before[name]) for name, parameter in policy.named_parameters())
+    assert all(optimizer.state[parameter] for parameter in policy.parameters())
