@@ -191,6 +191,7 @@ class Estimator:
         readable = mask & candidates[:, None]  # tokens whose rewards and inputs must be finite
         used = mask & groups.participates  # tokens that count in the statistics and get advantages
 
+        # The function gets these masks in place of the caller's, which may also select masked tokens and invalid rows
         masks = reward_masks(options, rewards_by_name, readable)
         finite_rewards = {}
         for name, values in rewards_by_name.items():
@@ -233,6 +234,8 @@ class Estimator:
             ValueError: An input has the wrong shape, or is not finite at an unmasked token of a valid row.
         """
         readable_rows = readable.any(dim=1)
+        # `finite_values` uses the mask that has the shape of the input: an input of `self.inputs` may have one number per
+        # row or one per token
         finite_inputs = {}
         for name in {"values", "baselines", *self.inputs} & options.keys():
             if name == "values":

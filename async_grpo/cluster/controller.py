@@ -44,7 +44,7 @@ from async_grpo.weights.package import SELF_TEST
 
 @dataclass(frozen=True)
 class MissingParts:
-    """The kinds of workers that a run still waits for before it can start, and the rewards that its workers name."""
+    """The kinds of workers that a run waits for before it can start, and `--reward-fns` of those that have joined."""
 
     description: str  # missing workers and the commands that start them; "" if none is missing
     # `--reward-fns` of the generation workers, which the run uses if the trainer names none; "" if they name none
@@ -187,7 +187,7 @@ class RunController:
             self._batcher.fail(error)
 
     async def missing_parts(self) -> MissingParts:
-        """Return the kinds of workers that the run still needs, and the rewards that its generation workers name.
+        """Return the kinds of workers that the run still needs, and `--reward-fns` of its generation workers.
 
         Raises:
             ConfigurationError: A worker refused the run, or two generation workers name different rewards.
@@ -333,9 +333,12 @@ class RunController:
 def _saved_state(
     checkpoint: Path, prompt: Callable[[int, int], Prompt], images_folder: Path | None
 ) -> ExperienceState:
-    """Return the state of a checkpoint. Its finished groups have their images in the folder of the run's images."""
+    """Return the state of a checkpoint, and bring the images of its finished groups into this run's folder of images.
+
+    A finished group whose images are missing becomes unfinished, so it is generated again.
+    """
     state = ExperienceState.load(checkpoint, prompt, images_folder)
     if images_folder is None:
         return state
-    earlier_run = checkpoint.parent.parent
+    earlier_run = checkpoint.parent.parent  # folder of the run that wrote the checkpoint
     return with_images(state, earlier_run, images_folder)

@@ -216,7 +216,10 @@ def open_run(config: RunConfig, settings: SharedRunSettings) -> Any:
 
 
 def await_workers(controller: Any, config: RunConfig) -> str:
-    """Wait for a worker of each kind that the run needs, and return the rewards that the workers name ("" if none).
+    """Wait until a worker of each kind that the run needs has joined.
+
+    Returns:
+        `--reward-fns` of the generation workers; "" if they have none.
 
     Raises:
         ConfigurationError: A worker refused the run, or two workers name different rewards.

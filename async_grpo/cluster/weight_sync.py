@@ -143,7 +143,9 @@ class RayEngines:
         return self._call(method, args_by_worker, others_s=self.timeout_s)
 
     def together(self, method: str, *args: Any) -> None:
-        """Call a method of all workers of the sync that is a collective, so that all of them must run it; see `Engines`.
+        """Call a method of all workers of the sync at the same time; see `Engines`.
+
+        The method exchanges data between the workers, so it finishes only if all of them run it.
 
         For `init_weight_transfer`, each engine also gets its first rank in the transfer group. Rank 0 is the trainer.
         """

@@ -80,7 +80,7 @@ class ComparedAdapters:
     """Adapters of one base, whose tensors are read when they are needed."""
 
     own_settings: Mapping[str, LoraSettings]  # name of an adapter -> its own settings, with its folder
-    settings: LoraSettings  # settings of the common form
+    settings: LoraSettings  # settings of the common form, to which all adapters are converted
     # Name of a tensor in peft's files -> shape: (rank, in) of A, (out, rank) of B
     shapes: Mapping[str, tuple[int, int]]
 

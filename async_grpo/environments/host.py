@@ -43,7 +43,7 @@ MAX_ANSWER_CHARACTERS = 65_536  # limit of a tool's answer
 
 
 def hosted_environment(greeting: Message) -> tuple[bool, Callable[[], "EnvironmentHost"]]:
-    """Return whether the environment is async, and a function that makes its host (see `isolation.child`)."""
+    """Return whether the environment is async, and a function that creates its host (see `isolation.child.Host`)."""
     player = SourceFile(**greeting["source"]).object()
     functions = player
     if kind_of(player) == "environment":

@@ -239,7 +239,10 @@ def _joined_masks(samples: Sequence[Sample]) -> AllowedTokens | None:
 
 
 def _members_and_times(samples: Sequence[Sample]) -> tuple[np.ndarray, np.ndarray] | tuple[None, None]:
-    """Return members (S,) and times (N,) if a sample belongs to a trajectory of several sequences, else two Nones."""
+    """Return the fields `members` (S,) and `times` (N,) of a micro-batch (see `MicroBatch`).
+
+    Both are None unless a sample is one of several sequences of a trajectory, and there is a critic.
+    """
     if all(sample.times is None for sample in samples):
         return None, None
     times_by_sample = []

@@ -46,7 +46,10 @@ class RunningMeans:
         return self._means.get(key, 0.0)
 
     def update(self, step: int, means: Mapping[str, float]) -> None:
-        """Set the means of some keys after all samples of a step, or of one of its minibatches."""
+        """Replace the means of some keys by those after a step.
+
+        The samples of all groups of the step, or of one of its minibatches, have already changed the new means.
+        """
         replaced: Means = {key: self._means.get(key) for key in means}
         # If an earlier minibatch of the step already replaced this mean, keep the value from before that minibatch
         self._replaced[step] = replaced | self._replaced.get(step, {})

@@ -238,6 +238,7 @@ class StepAssembler:
         )
         insort(self._finished, group, key=lambda finished: finished.sequence_number)
         events: list[Event] = []
+        # If the first finished group gets no place, no other does, because later groups are not due earlier
         while self._finished and self._claim_place(self._finished[0]):
             self._placed.append(self._finished.pop(0))
             is_whole = len(self._placed) == self.groups_per_step

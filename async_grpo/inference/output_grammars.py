@@ -57,7 +57,7 @@ class GrammarRequest:
 
 
 def hosted_grammars(greeting: Message) -> tuple[bool, Callable[[], "GrammarHost"]]:
-    """Return (False, maker of the host): the host is not async. `isolation.child` calls this function."""
+    """Return False, because the host is not async, and a function that creates it (see `isolation.child.Host`)."""
     logging.disable()
     return False, partial(GrammarHost, **greeting["options"])
 

@@ -34,7 +34,7 @@ LLAMA_PARSERS = ("llama3_json", "llama4_json")
 
 
 def hosted_parsers(greeting: Message) -> tuple[bool, Callable[[], "ToolParserHost"]]:
-    """Return (False, maker of the host): the host is not async. `isolation.child` calls this function."""
+    """Return False, because the host is not async, and a function that creates it (see `isolation.child.Host`)."""
     logging.disable()  # parsers would log each text that they cannot read
     return False, partial(ToolParserHost, **greeting["options"])
 

@@ -106,7 +106,7 @@ TASKS: dict[str, dict[str, Any]] = {
         "nproc_per_node": 1,
         "max_generation_tokens": 10,  # denoising steps
         "temperature": 0.7,  # noise level of a denoising step
-        "max_tokens_per_gpu": 264,  # a picture has one pair for each of its steps, and one more
+        "max_tokens_per_gpu": 264,  # a picture takes a token for each step, and one for its prompt
         "learning_rate": 3e-4,
     },
     SHAPES_TASK: {

@@ -6,7 +6,7 @@ from typing import Any
 PEAK = "peak_GB"  # largest memory of the process: of its GPU or, on the CPU, its resident memory
 # The part of PEAK that the process took since it began to load the model. The plan estimates this part
 ADDED = "added_GB"
-PLANNED = "planned_GB"  # estimate of the plan
+PLANNED = "planned_GB"  # estimate of the plan for ADDED
 # Number of the step after which the memory is compared. The optimizer's moments exist from the end of the first step on, so
 # the first step needs less memory than all others
 COMPARED_AT_STEP = 3

@@ -54,8 +54,8 @@ def chunked_logprobs(
         truncation: The rule by which the sampler keeps only probable tokens; None if it keeps all of them.
 
     Returns:
-        (log-probs, entropies). With a truncation also a third tensor: 1 for each target that the truncation alone would
-        have excluded, and 0 for the others.
+        (log-probs, entropies). With a truncation also a third tensor: 1 for each target that this softmax keeps only
+        because it is the target, although the truncation excludes it, and 0 for the others.
 
     >>> zeros = torch.zeros(3, 2)
     >>> logprobs, _ = chunked_logprobs(zeros, torch.ones(4, 2), None, torch.tensor([0, 1, 3]), 0.7, 2)

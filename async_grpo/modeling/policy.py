@@ -115,8 +115,9 @@ class PolicyModel(nn.Module):
             num_top: Number k of the most probable tokens, whose ids and log-probs (packed, 2, k) are the last result.
 
         Returns:
-            (log-probs, entropies). With a value head, the values follow. With a truncation, the last result is 1 at the
-            tokens that the truncation alone would have excluded. All results are 0 where the mask is False.
+            (log-probs, entropies). With a value head, the values follow. With a truncation, the next result is 1 at the
+            tokens of `input_ids` that the truncation excludes in this policy, although the engine could sample them.
+            They keep their log-probs. All results are 0 where the mask is False.
             Entry i describes token i given the tokens before it in its own sequence, so the first token of a sequence
             has 0. The value of a token is the critic's value of the state from which the token is predicted. With an
             empty mask the results still depend on the weights, because a rank that has nothing to train on must run the
@@ -278,7 +279,7 @@ def stored_weights(policy: PolicyModel) -> Iterator[tuple[str, Tensor]]:
 
 
 def _weights_in_module(policy: PolicyModel) -> dict[str, StoredWeight]:
-    """Return the tensors of `stored_weights` by name, with one weight in place of the two tensors of one in 4 bits."""
+    """Return the weights of `stored_weights` by name. The two tensors of a weight in 4 bits become one `StoredWeight`."""
     tensors = dict(stored_weights(policy))
     layers = {f"{name}.": layer for name, layer in four_bit_modules(policy.model)}
     weights: dict[str, StoredWeight] = {}

@@ -10,7 +10,7 @@ class FlagsWithoutType:
     """
 
     def get_params(self, ctx: Any) -> list[Any]:
-        """Return the parameters of the command, of which flags have no type in the help."""
+        """Return the parameters of the command. The help shows no type for those that are flags."""
         parameters: list[Any] = super().get_params(ctx)  # type: ignore[misc]
         for parameter in parameters:
             if getattr(parameter, "is_flag", False) and parameter.metavar is None:

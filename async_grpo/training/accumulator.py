@@ -154,8 +154,8 @@ class GradientAccumulator:
             OutOfMemory: The update, or a micro-batch that was kept until now, does not fit into the memory.
         """
         if not self._waiting and not self._totals:
-            # This rank got no sample in this step. It computes a dummy, because the other ranks wait for it in the
-            # collectives of the forward and the backward pass
+            # No sample of this step is trained on, so no rank got a micro-batch. All ranks compute a dummy, which gives
+            # the totals from which the metrics are computed
             self.add(dummy_micro_batch(token_id=0))
         if self._waiting:
             longest = max(self._waiting, key=lambda batch: len(batch.input_ids))
@@ -387,6 +387,7 @@ def _metrics(totals: dict[str, float], histogram: Float64[Tensor, " bins"], coun
     if "value_error" in means:
         metrics["explained_variance"] = explained_variance(means)
     metrics["avg_pg_clip"] = means["clip_frac_low"] + means["clip_frac_high"]
+    # The metrics of the mismatch between trainer and engine also count rejected tokens, `num_tokens` does not
     num_compared = mismatch_totals["mismatch_tokens_sum"]
     metrics["rejected_share"] = 1 - num_tokens / num_compared if num_compared else 0.0
     metrics["num_non_masked_tokens"] = num_tokens

@@ -140,8 +140,8 @@ class Objective:
 
         Returns:
             Log-probs and entropies; with a value head, the values; with `--top-p` or `--top-k`, as the last tensor, 1
-            at each trained token that these options alone would have excluded, and 0 elsewhere. If observations are
-            trained on, the log-probs include theirs.
+            at each trained token that these options exclude under the trainer's probabilities, although the engine
+            could sample it, and 0 elsewhere. If observations are trained on, the log-probs include theirs.
         """
         masks = None if batch.allowed is None else policy.token_masks(batch.allowed)
         if batch.images and batch.image_inputs is None:

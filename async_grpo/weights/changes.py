@@ -33,11 +33,11 @@ COUNT = np.dtype("<u4")
 ALIGNMENT_BYTES = 4
 # Changes are sent only if they are smaller than this fraction of the whole tensor. Above it, they save little
 LARGEST_SHARE = 0.6
-# The same fraction for compressed changes, which are made only for small tensors
+# The same limit as LARGEST_SHARE, for compressed changes, which are made only for small tensors
 LARGEST_COMPRESSED_SHARE = 0.9
 COMPRESSED = 1 << 31  # a count with this bit means that the block is compressed
-# A block is compressed if more than one in this number of its words has changed. With fewer changes, it is small
-# without compression
+# A block of n words is compressed if more than n / MIN_CHANGES_TO_COMPRESS words have changed. With fewer changes, it is
+# small without compression
 MIN_CHANGES_TO_COMPRESS = 8
 LANES = 4  # bytes at equal positions in words of this many bytes are compressed together
 # Value of zlib's `wbits` for a stream without header and checksum. The digests of whole tensors are compared anyway

@@ -185,8 +185,8 @@ class Publisher:
             # Keep the order of `weights`, not of the set: the noise depends on it, and must be equal on every rank
             changed_weights = {name: weight for name, weight in weights.items() if name in group}
             with perturbed(changed_weights):
-                # Each round also sends the original values of the tensors that the round before has changed
                 changed = self._draft_of_round(model, weights, wait_for_proof)
+                # Each round also sends the original values of the tensors that the round before has changed
                 names_to_send = restored | group
                 weights_to_send = {name: weight for name, weight in weights.items() if name in names_to_send}
                 # When this returns, the changed weights have been copied or sent. So the block may end, which restores
@@ -299,7 +299,7 @@ class Publisher:
         Args:
             draft: The package of the weights, without its tensors.
             weights: Tensors by name.
-            with_proof: Whether a worker that fails the proof is fenced.
+            with_proof: Whether to prove that the weights landed, and to fence the workers that fail the proof.
 
         Returns:
             A function that delivers the weights, proves that they landed, and commits. It returns each worker's canary
@@ -339,8 +339,7 @@ class Publisher:
                 joined late does not raise it.
         """
         is_self_test = package.version == SELF_TEST
-        # In a self-test the weights are changed, which causes other rounding errors than in the last sync. So
-        # subtracting the last differences would not cancel them
+        # The changed weights of a self-test cause other rounding errors, which the last differences would not cancel
         last_differences = {} if is_self_test else self._last_differences
         differences = Differences()
         failures: dict[str, WeightsDidNotLand] = {}
@@ -352,6 +351,7 @@ class Publisher:
                 last = last_differences.get(worker_id, 0.0)
                 package_to_prove = package
                 if not self._has_proof and self.config.canary_tolerance is None:
+                    # A new engine may round more than expected, if the read-back shows that it uses all weights
                     package_to_prove = with_observed_rounding(package, worker_id, receipt, self.wire_dtype)
                 differences[worker_id] = prove_landed(package_to_prove, worker_id, receipt, last)
             except WeightsDidNotLand as error:

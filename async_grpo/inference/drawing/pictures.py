@@ -26,7 +26,7 @@ class Denoising:
 
 @dataclass(frozen=True)
 class DrawnPrompt:
-    """The form in which the model reads a prompt."""
+    """A prompt as the flow-matching model reads it: a label, or the embeddings of a text."""
 
     label: int  # number of the label; any number if the prompt is a text
     condition: Condition = ()  # embeddings of a text; () if the prompt is a label

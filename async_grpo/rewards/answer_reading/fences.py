@@ -100,7 +100,7 @@ class _Opening:
     def content(self, lines: Sequence[str]) -> str:
         """Return the text of the block without quote marks and indentation.
 
-        If the first line is indented less than the fence, no more than its indentation is removed from any line.
+        Each line loses at most the indentation of the fence, or that of the first line with text if this is smaller.
         """
         inner_lines = [self.inside(line) or "" for line in lines]
         first_line = next((line for line in inner_lines if line.strip()), "")
@@ -119,11 +119,11 @@ class _Opening:
         return len(fence) >= MIN_FENCE and not fence.strip(self.character)
 
     def is_glued_end(self, line: str) -> bool:
-        """Return whether a line of the block, from `inside`, has code in front of a fence that may end the block."""
+        """Return whether a line, as `inside` returns it, has code in front of a fence that may end the block."""
         return line.rstrip(" \t\r").endswith(self.character * self.length) and not self.is_end(line)
 
     def is_tailed_end(self, line: str) -> bool:
-        """Return whether a line of the block, from `inside`, is a fence with a tag, a mark or a sentence after it."""
+        """Return whether a line, as `inside` returns it, is a fence with a tag, a mark or a sentence after it."""
         fence = line.lstrip(" \t")
         tail = fence.lstrip(self.character).strip()
         first_word, blank, _ = tail.partition(" ")

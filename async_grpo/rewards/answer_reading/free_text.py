@@ -64,7 +64,7 @@ _LIST_END = re.compile(r"[\s*_`\"')\]}]*(?:[.!?;:,](?:\s|\Z)|\Z|\n|[.!?]?\*)|[ \
 _BEFORE_CHOICE = re.compile(r"[\s*_`\"':=]*(?:[Oo]ption\s|[Cc]hoice\s)?[\s*_`\"'(\[{:=]*")
 _BEFORE_CHOICE_WITH_VALUE = re.compile(r"[\s*_`\"':=]*(?:[Oo]ption\s|[Cc]hoice\s)?")
 _MARKS = " \t\n*_`\"':"  # marks around words or a choice
-_MAX_CHOICE_CHARACTERS = 200  # maximum length of a text that is a letter with its value
+_MAX_CHOICE_CHARACTERS = 200  # maximum length of a text that is read as a choice with its value, as "(B) 12"
 # The text after the letter of a choice. "B, C" and "B. Or C" do not choose B, but "B. A is wrong" does
 _AFTER_CHOICE = re.compile(
     r"[*_`\"')\]}]*(?:[.!]|[,;](?!\s+\(?[A-J](?![a-zA-Z])))?[*_]*"

@@ -241,8 +241,8 @@ class Server:
 class Host(Protocol):
     """Interface of the object that answers the requests in a child process.
 
-    The first message of the parent process, the greeting, names under "host" the function that prepares this object.
-    For rewards, it is `hosted_reward`.
+    The first message of the parent process, the greeting, names under "host" a function that gets the greeting, and
+    returns whether this object is async, and a function that creates it. For rewards, it is `hosted_reward`.
     """
 
     traits: AdapterTraits
