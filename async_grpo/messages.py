@@ -20,7 +20,7 @@ NO_TIME = np.int32(-1)
 class FirstPass:
     """What the first pass over a batch computed for a micro-batch, which later passes use (`--passes-per-batch`)."""
 
-    # (N,) float32, the trainer's log-probs under the weights before the step in which the first pass trained on it
+    # (N,) float32, the trainer's log-probs in the first pass, so before the update to which the micro-batch contributed
     logprobs: np.ndarray
     # With a critic, (N,) float32 each: the estimated advantages, the targets of the critic, and its values
     advantages: np.ndarray | None = None

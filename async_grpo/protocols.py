@@ -34,8 +34,9 @@ class Generation(Protocol):
     async def take_stats(self) -> dict[str, Any]:
         """Return statistics since the last call.
 
-        They contain the statistics of `Engine.progress` of all engines, and `wait_generation_weights_s`. If known, they
-        also contain the engines' `spans` (see `metrics.spans`), and `workers_lost`, a description of each lost worker.
+        They contain the statistics of `Engine.progress` of all engines. `wait_generation_weights_s` is the sum of their
+        `paused_s`. If known, they also contain the engines' `spans` (see `metrics.spans`), and `workers_lost`, a
+        description of each lost worker.
         """
 
 
@@ -288,8 +289,8 @@ class Engine(Protocol):
             begun: Tokens that another engine has already sampled, by member. The completion starts with them, and
                 continues with the next random draws of the same seed. If an engine never yields tokens of unfinished
                 members, it is never called with `begun`.
-            images: The images of the prompt, in the order of their tokens. `prompt_token_ids` has as many placeholders
-                for each as the model has features. Only passed if the prompt has images. An engine never samples the
+            images: The images of the prompt, in the order of their tokens. Only passed if the prompt has images. For
+                each image, `prompt_token_ids` has `ImageReference.num_tokens` placeholders. An engine never samples the
                 tokens in `SharedRunSettings.unsampled_token_ids`, and takes its log-probs over all other tokens, which
                 it reports as `Completion.allowed`.
 

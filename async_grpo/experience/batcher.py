@@ -196,8 +196,8 @@ class ExperienceBatcher:
     def state(self, step: int) -> ExperienceState:
         """Return the state from which a run resumes at `step`. The policy of that step must be live."""
         assert step == self.budget.live_version, (step, self.budget.live_version)
-        memory = self.advantages.memory(step)
-        return ExperienceState(step, self._admitted, self.cursor.state(), dict(self._alive), memory)
+        running_means = self.advantages.memory(step)
+        return ExperienceState(step, self._admitted, self.cursor.state(), dict(self._alive), running_means)
 
     def restore(self, state: ExperienceState) -> None:
         """Restore a saved state, so that `start` continues where the saved batcher stopped."""

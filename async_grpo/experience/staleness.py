@@ -21,7 +21,8 @@ or earlier, and these must be all of them. Without slack, step k trains the grou
 With several passes over each batch, a "step" of the assembler is a minibatch, and the engines get new weights only at the
 end of a cycle. A cycle is all passes over one batch (see `PassPlan`): C optimizer steps, which train K groups. These groups
 are alive until the weights after the cycle are live. `max_staleness` still counts optimizer steps: a token of version v may
-be trained in the S + 1 steps from v to v + S, which contain at most (S + 1) // C whole cycles. So at most (S + 1) // C * K
+be trained in the S + 1 steps from v to v + S. Engines get weights between cycles (only a worker that joins late may get
+newer ones), so a cycle begins at step v, and these steps contain (S + 1) // C whole cycles. So at most (S + 1) // C * K
 groups are alive, and `slack` is the unused part of this number.
 
 Why this bounds the age with several passes: cycles and steps are numbered from 0. When version v is live, the groups of the

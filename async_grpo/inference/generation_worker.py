@@ -148,7 +148,7 @@ class GenerationWorker:
     ) -> AsyncGenerator[Completion | Mapping[int, Tokens]]:
         """Yield finished completions, and every few seconds the new tokens of unfinished ones. See `protocols.Engine`.
 
-        `seeds` has the seed of each member of the group, and `begun` the tokens that a lost engine had sampled.
+        `seeds` has each member's seed, `begun` the tokens that a lost engine had sampled (`EngineRequest.first_tokens`).
 
         Raises:
             ConfigurationError: The prompt leaves no room for an answer, or its grammar is refused (RequestRefused).

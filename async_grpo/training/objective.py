@@ -319,7 +319,7 @@ class Objective:
     def aggregate(
         self, token_losses: Float[Tensor, "1 packed"], batch: BatchTensors, mask: Bool[Tensor, "1 packed"]
     ) -> Float[Tensor, ""]:
-        """Return the sum of the micro-batch's losses, which is later divided by the number of units of the step."""
+        """Return the sum of the micro-batch's losses, later divided by the step's number of units (see `self.unit`)."""
         return self._aggregation.total(token_losses, mask, batch.sequence_ids, batch.group_tokens)
 
     def kept_tokens(

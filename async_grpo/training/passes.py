@@ -101,9 +101,9 @@ class Passes:
                 self._unfinished_minibatch().end = message
                 return replace(message, stats={**message.stats, "pass": 1})
             assert isinstance(message, SaveRequested | WorkersJoined), message
-            # Workers that join in the middle of a batch get weights at once, because the first pass cannot end without
-            # engines if all others were lost. Their weights are newer than those of the batch's start, so no token
-            # becomes too old
+            # Workers that join in the middle of a batch get weights at once: if all other engines were lost, the first
+            # pass could not end without them. These weights are newer than those at the start of the batch, with which
+            # the other engines generate, so no token becomes too old
             is_needed_now = isinstance(message, WorkersJoined) and not self._late_workers_wait
             if is_needed_now or all(minibatch.end is None for minibatch in self._minibatches):
                 return message

@@ -265,7 +265,7 @@ class Trainer:
         )
 
     def _compare_memory(self, memory: Mapping[str, Mapping[str, float]]) -> list[str]:
-        """Log the memory of each process beside its plan, and return alarms.
+        """Log the memory that each process uses, beside the memory that was planned for it, and return alarms.
 
         This happens only once, after the first steps. At other steps, return [].
         """

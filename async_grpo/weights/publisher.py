@@ -173,7 +173,7 @@ class Publisher:
         wait_for_proof: Callable[[], Any] = dict
         if not self._engines_have_weights(unchanged):
             prove_unchanged = self._transact(unchanged, weights)
-            wait_for_proof = self._begin_round(lambda: self._remember(prove_unchanged()))
+            wait_for_proof = self._finish_in_thread(lambda: self._remember(prove_unchanged()))
         if self.wire_dtype is not torch.float32:
             # Wait for the receipts. They say which tensors the engines can read back, and the rounds depend on this
             wait_for_proof()
@@ -192,12 +192,12 @@ class Publisher:
                 # When this returns, the changed weights have been copied or sent. So the block may end, which restores
                 # the original values
                 prove = self._transact(changed, weights_to_send)
-                wait_for_proof = self._begin_round(prove)
+                wait_for_proof = self._finish_in_thread(prove)
             restored = group
         return wait_for_proof
 
-    def _begin_round(self, call: Callable[[], Any]) -> Callable[[], Any]:
-        """Finish a round of the self-test in a thread, and return a function that waits for its result."""
+    def _finish_in_thread(self, call: Callable[[], Any]) -> Callable[[], Any]:
+        """Do the rest of a round of the self-test in a thread, and return a function that waits for its result."""
         return sync_in_thread(call, SELF_TEST, self.config.sync_timeout_s)
 
     def _engines_have_weights(self, unchanged: WeightPackage) -> bool:
@@ -213,7 +213,7 @@ class Publisher:
         if cannot_ask or self.config.canary_tolerance is not None or self.wire_dtype is not torch.float32:
             return False
         ask = self._transact(unchanged, {}, with_proof=False)
-        differences = self._begin_round(ask)()
+        differences = self._finish_in_thread(ask)()
         is_equal = [canary_miss(difference) <= unchanged.tolerance for difference in differences.values()]
         # Only rank 0 knows the differences, and tells the others its answer
         (have_weights,) = self.canary.max_over_ranks([float(bool(is_equal) and all(is_equal))])
@@ -229,8 +229,7 @@ class Publisher:
     ) -> WeightPackage:
         """Return the package of a round of the self-test, without its tensors. A collective.
 
-        First compute what does not depend on the round before, and then wait for the end of that round: the tolerance
-        depends on the differences in the first round.
+        The tolerance depends on the first round. So this waits for the round before, after all other computation.
         """
         expected = self.canary.expected(model)
         if self.config.canary_tolerance is not None:

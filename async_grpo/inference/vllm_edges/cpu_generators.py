@@ -29,7 +29,7 @@ class CpuGenerators(dict[int, torch.Generator]):
     """
 
     def get(self, index: int, default: Any = None) -> Any:
-        """Return an object whose `set_offset` undoes the unwanted draws of a request."""
+        """Return, in place of a request's generator, an object whose `set_offset` resets it and so undoes the draws."""
         generator = super().get(index)
         if generator is None:
             return default

@@ -206,13 +206,13 @@ def _answer(code: str, module: ModuleType, channel: RpcChannel) -> NoReturn:
 def _answer_of(
     result: Any, values: dict[str, Any], data_before: dict[str, Any], refer: Callable[[Any], int]
 ) -> list[Any]:
-    """Return the answer with the result of an operation (see `_answer`).
+    """Return the answer to a question whose operation raised nothing, in one of the forms that `_answer` lists.
 
     Args:
         result: What the operation has returned.
         values: The arguments of the operation, by position or keyword.
         data_before: The arguments as they were sent.
-        refer: Returns the number of an object.
+        refer: Stores an object, and returns the number by which later questions refer to it.
     """
     if isinstance(result, type) and issubclass(result, Exception):
         return ["class", refer(result), _lineage(result)]

@@ -39,7 +39,7 @@ def latent_size(picture_size: int, scale: int, patch: int) -> int:
 
 
 def packed(x: Velocity) -> Float[Tensor, "steps tokens packed_channels"]:
-    """Return latents as tokens, each of which has the channels of a patch of 2 x 2 latents."""
+    """Return latents, or their velocity, as tokens. A token has the channels of a patch of 2 x 2 latents."""
     return pixel_unshuffle(x, PATCH).flatten(2).transpose(1, 2)
 
 
