@@ -197,7 +197,6 @@ class Estimator:
         for name, values in rewards_by_name.items():
             finite_rewards[name] = finite_values(name, values, masks[name])
         options |= self._finite_inputs(options, readable)
-        # Replace the caller's masks, which may also select tokens that are not readable
         if "step_mask" in options:
             options["step_mask"] = masks.get(SINGLE_REWARD)
         if "masks" in options:

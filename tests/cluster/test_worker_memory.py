@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from safetensors.torch import save
 from tiny_policy import SETTINGS
 
 from async_grpo.cluster import worker_actors, worker_memory
@@ -86,7 +87,7 @@ async def test_at_the_start_of_an_engine_that_writes_the_cause_to_the_log_alone(
 
 
 async def test_in_a_weight_update_and_in_each_step_of_one(monkeypatch, settings, tmp_path):
-    (tmp_path / "weights").write_bytes(b"a chunk")
+    (tmp_path / "weights").write_bytes(save({"weight": torch.zeros(1)}))
     actor = GenerationActor()
     await actor.start(config(), settings)
     try:
