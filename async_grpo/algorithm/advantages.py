@@ -201,7 +201,6 @@ class Estimator:
             options["step_mask"] = masks.get(SINGLE_REWARD)
         if "masks" in options:
             options["masks"] = masks
-
         dtype = reduce(torch.promote_types, (values.dtype for values in rewards_by_name.values()))
         if not used.any():
             return torch.zeros_like(mask, dtype=dtype)
