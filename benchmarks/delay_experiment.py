@@ -97,9 +97,8 @@ class Faults:
     exceptions: float = 0.0  # fraction of the calls that raise an exception
     hangs: float = 0.0
     kill_at: float = 0.0  # seconds after the start at which one worker dies, with all samples that it scores
-    storm_at: float = (
-        0.0  # seconds after the start at which every call is refused for one second, and tried again later
-    )
+    # Seconds after the start at which every call is refused for one second, and tried again later
+    storm_at: float = 0.0
     evaluations: bool = False  # whether 256 samples of an evaluation come every 5 steps
     killed: list[str] = field(default_factory=list)
 

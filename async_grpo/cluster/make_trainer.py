@@ -385,9 +385,8 @@ class PolicyKind:
     """
 
     load: Callable[[RunConfig, SharedRunSettings, Ranks], Any]  # returns the policy, sharded over the ranks
-    make_objective: Callable[
-        [RunConfig, SharedRunSettings, Any], Objective
-    ]  # the policy has its first weights
+    # Its last argument is the policy, which still has its first weights
+    make_objective: Callable[[RunConfig, SharedRunSettings, Any], Objective]
     make_canary: Callable[[SharedRunSettings, Ranks], Canary]
     exporter: type[ModelExporter]
     # (config, settings, policy, ranks) -> estimated memory of this rank in bytes

@@ -12,9 +12,8 @@ from async_grpo.errors import ConfigurationError
 from async_grpo.experience.row_messages import SYSTEM_ROLES
 from async_grpo.experience.template_examiner import PROBE, ApplyTemplate
 
-MAX_PROBED = (
-    8  # more system messages than this are joined, without trying whether the template writes all of them
-)
+# More system messages than this are joined, without trying whether the template writes all of them
+MAX_PROBED = 8
 SEPARATOR = "\n\n"  # between the texts of joined messages
 ADVICE = "write the text into a message of the user, or give another template with --chat-template FILE"
 

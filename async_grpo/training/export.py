@@ -56,9 +56,8 @@ class ModelExporter:
     min_samples_between: int = 30_000  # number of trained samples between two exports
     keep_last: int | None = None  # number of newest exports that are kept; None keeps all
     resumed_at: int = 0  # number of samples that were trained before the run was resumed; 0 for a new run
-    lora: LoraSettings | None = (
-        None  # settings of the adapter that is trained; None if all weights are trained
-    )
+    # Settings of the adapter that is trained; None if all weights are trained
+    lora: LoraSettings | None = None
     folder_name: str = "hf_format"  # name of the folder of all exports, in the folder of the run
     # Called on every rank after an export with its number of samples; it may save what belongs to it
     also_save: Callable[[int], Any] = lambda samples: None

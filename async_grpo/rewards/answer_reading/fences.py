@@ -146,9 +146,8 @@ class _End:
     # whether the fence ends the block only by the looser rules (see the module's docstring)
     is_loose: bool = False
     is_glued: bool = False  # whether the last line of the content ends with the fence
-    stops_at_opening: bool = (
-        False  # whether another opening fence follows, which confirms that the block ends here
-    )
+    # whether another opening fence follows, which confirms that the block ends here
+    stops_at_opening: bool = False
 
 
 def _late_opening_of(line: str) -> _Opening | None:

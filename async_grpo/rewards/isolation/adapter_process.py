@@ -47,9 +47,8 @@ class AdapterProcess:
     kind = "reward function"  # what runs in the process, for messages
     # Function that prepares the `Host`, the object that answers the requests in the process
     host = "async_grpo.rewards.isolation.child:hosted_reward"
-    max_processes = (
-        128  # maximum number of processes, with those that the reward starts; beyond it, all are ended
-    )
+    # Maximum number of processes, with those that the reward starts. If there are more, all are ended
+    max_processes = 128
     max_message_bytes = 16 * 2**20  # size limit of one sample or one reply
     # Time limit to start, import the registry file and warm up, in seconds. It is not part of a sample's time-out
     start_timeout_s = 60.0

@@ -10,12 +10,10 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from async_grpo.modeling.flow.families.latents import PATCH, shift
+from async_grpo.modeling.flow.families.latents import PATCH, Config, Velocity, shift
 from async_grpo.modeling.flow.prompt_inputs import Condition, PromptInputs
 from async_grpo.options.fields import refuse
 
-Config = Mapping[str, Any]
-Velocity = Float[Tensor, "steps channels height width"]
 CANARY_TEXT_TOKENS = 8
 # Maximum number of blocks. A wrong number in a configuration could otherwise occupy the machine before it is noticed
 MAX_BLOCKS = 1000

@@ -7,10 +7,10 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from async_grpo.modeling.flow.families.family import Config
 from async_grpo.modeling.flow.families.latents import (
     CLIP_TOKENIZERS,
     T5_TOKENIZERS,
+    Config,
     as_arrays,
     patch_positions,
 )

@@ -8,7 +8,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from async_grpo.modeling.flow.families.family import Config, FlowFamily, Velocity
+from async_grpo.modeling.flow.families.family import FlowFamily
+from async_grpo.modeling.flow.families.latents import Config, Velocity
 from async_grpo.modeling.flow.prompt_inputs import Condition, PromptInputs
 from async_grpo.options.fields import refuse
 

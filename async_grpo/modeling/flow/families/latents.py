@@ -19,7 +19,8 @@ T5_TOKENIZERS = ("T5Tokenizer", "T5TokenizerFast")
 
 
 def text_inputs_of(prompts: PromptInputs) -> TextInputs:
-    assert prompts.text is not None, "the samples hold no embeddings of their prompts"
+    """Return the embeddings of prompts that are texts."""
+    assert prompts.text is not None, "the samples contain no embeddings of their prompts"
     return prompts.text
 
 

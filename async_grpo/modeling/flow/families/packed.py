@@ -6,14 +6,21 @@ from typing import Any
 from jaxtyping import Float
 from torch import Tensor
 
-from async_grpo.modeling.flow.families.family import Config, FlowFamily, Velocity
-from async_grpo.modeling.flow.families.latents import PATCH, latent_size, packed, text_inputs_of, unpacked
+from async_grpo.modeling.flow.families.family import FlowFamily
+from async_grpo.modeling.flow.families.latents import (
+    PATCH,
+    Config,
+    Velocity,
+    latent_size,
+    packed,
+    text_inputs_of,
+    unpacked,
+)
 from async_grpo.modeling.flow.prompt_inputs import PromptInputs, TextInputs
 
 Tokens = Float[Tensor, "steps tokens packed_channels"]
-DEFAULT_LATENT_SIZE = (
-    128  # height and width of the latents that the pipelines of diffusers draw unless told otherwise
-)
+# Height and width of the latents that the pipelines of diffusers draw unless told otherwise
+DEFAULT_LATENT_SIZE = 128
 TIMES_PER_UNIT = 1000  # the models read times from 0 to 1, and the scheduler counts them from 0 to 1000
 
 

@@ -9,8 +9,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from async_grpo.modeling.flow.families.family import Config, Velocity
-from async_grpo.modeling.flow.families.latents import PATCH, as_arrays, packed, unpacked
+from async_grpo.modeling.flow.families.latents import PATCH, Config, Velocity, as_arrays, packed, unpacked
 from async_grpo.modeling.flow.families.packed import PackedFamily, Tokens
 from async_grpo.modeling.flow.prompt_inputs import Condition, TextInputs
 from async_grpo.options.fields import refuse

@@ -6,11 +6,13 @@ from typing import Any, ClassVar
 from jaxtyping import Float
 from torch import Tensor
 
-from async_grpo.modeling.flow.families.family import Config, FlowFamily, Velocity
+from async_grpo.modeling.flow.families.family import FlowFamily
 from async_grpo.modeling.flow.families.latents import (
     CLIP_TOKENIZERS,
     PATCH,
     T5_TOKENIZERS,
+    Config,
+    Velocity,
     as_arrays,
     latent_size,
     shift,
