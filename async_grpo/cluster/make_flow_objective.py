@@ -9,7 +9,7 @@ from async_grpo.training.accumulator import GradientAccumulator
 from async_grpo.training.drawing.nft_objective import NFTObjective, NFTSettings
 from async_grpo.training.drawing.objective import FlowObjective
 from async_grpo.training.drawing.old_policy import OldPolicy
-from async_grpo.training.moving_reference import FixedReference, make_reference
+from async_grpo.training.moving_reference import KeptWeights, make_reference
 from async_grpo.training.objective import Objective
 
 
@@ -24,7 +24,7 @@ def make_flow_objective(config: RunConfig, settings: SharedRunSettings, policy: 
 
 def make_kept_weights(
     config: RunConfig, accumulator: GradientAccumulator, publisher: WeightPublisher | None
-) -> FixedReference:
+) -> KeptWeights:
     """Return the old policy of DiffusionNFT, or the reference. Call it before a checkpoint is loaded."""
     objective = accumulator.objective
     if isinstance(objective, NFTObjective):

@@ -47,7 +47,7 @@ from async_grpo.training.drawing.policy import load_flow_policy, trainer_canary_
 from async_grpo.training.export import ModelExporter, load_value_head
 from async_grpo.training.largest_trial import try_largest
 from async_grpo.training.memory_cures import start_cure
-from async_grpo.training.moving_reference import FixedReference
+from async_grpo.training.moving_reference import KeptWeights
 from async_grpo.training.objective import Objective
 from async_grpo.training.optimizer import build_policy_optimizer
 from async_grpo.training.rank_memory import RankMemory
@@ -264,7 +264,7 @@ def _exporter(
     ranks: Ranks,
     samples: int,
     critic: Critic | None,
-    reference: FixedReference,
+    reference: KeptWeights,
 ) -> ModelExporter:
     exporter = POLICY_KINDS[config.policy].exporter(
         config.output_path,

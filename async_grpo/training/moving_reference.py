@@ -22,8 +22,10 @@ from async_grpo.protocols import Proof, WeightPublisher
 from async_grpo.training.weight_copy import WeightCopy
 
 
-class FixedReference:
-    """The reference of a run in which it does not move. It sends no weights.
+class KeptWeights:
+    """The weights that a trainer keeps beside those that it trains. This class keeps none.
+
+    Its subclasses keep those of a moving reference, or of the policy that draws (`OldPolicy`).
 
     Attributes:
         publisher: Sends the weights of a moving reference to the reference workers.
@@ -32,14 +34,14 @@ class FixedReference:
     publisher: WeightPublisher | None = None
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield nothing for checkpoints: the weights of this reference are in the model's folder."""
+        """Yield (name, tensor) of the weights, for checkpoints: here none."""
         yield from ()
 
     def send_after_self_test(self, version: int) -> None:
-        """Do nothing: the reference workers have loaded the weights from the model's folder."""
+        """Do nothing: the reference workers, if any, have loaded their weights from the model's folder."""
 
     def follow(self, version: int) -> dict[str, float]:
-        """Do nothing, because the reference does not move, and return no metrics."""
+        """Let the weights follow the trained ones after a step, and return metrics: here nothing and none."""
         return {}
 
     def in_place(self) -> AbstractContextManager[None]:
@@ -51,7 +53,7 @@ class FixedReference:
         return publisher
 
 
-class MovingReference(FixedReference):
+class MovingReference(KeptWeights):
     """The weights of a reference that moves. All methods are collectives.
 
     Create it while the policy has the weights with which the run begins. They are the first reference.
@@ -115,7 +117,7 @@ class MovingReference(FixedReference):
 
 def make_reference(
     policy: PolicyModel, optimizer: Optimizer, config: AlgorithmConfig, publisher: WeightPublisher | None
-) -> FixedReference:
+) -> KeptWeights:
     """Return the reference that the options ask for. Call it before a checkpoint is loaded.
 
     Args:
@@ -124,6 +126,6 @@ def make_reference(
         config: The options.
         publisher: Sends the weights; None if it is made later.
     """
-    reference = MovingReference(policy, optimizer, config) if config.moves_reference else FixedReference()
+    reference = MovingReference(policy, optimizer, config) if config.moves_reference else KeptWeights()
     reference.publisher = publisher
     return reference

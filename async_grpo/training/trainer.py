@@ -21,7 +21,7 @@ from async_grpo.training.checkpoint import Checkpointer
 from async_grpo.training.distributed import Ranks
 from async_grpo.training.export import ModelExporter
 from async_grpo.training.memory_cures import CHECKPOINT, EXPORT, SENDING
-from async_grpo.training.moving_reference import FixedReference
+from async_grpo.training.moving_reference import KeptWeights
 
 log = logging.getLogger(__name__)
 # Alarms for the two reasons why a step does not update the weights
@@ -66,8 +66,8 @@ class Trainer:
     overlaps: StepCondition = lambda step: False
     saves_after: StepCondition = lambda step: False  # whether a checkpoint is saved after this step
     plan: PassPlan = ONE_PASS  # after which steps the engines get new weights
-    # The reference policy of the KL penalty; a moving reference follows the policy
-    reference: FixedReference = field(default_factory=FixedReference)
+    # Weights of a moving reference, or of the old policy of DiffusionNFT; by default none
+    reference: KeptWeights = field(default_factory=KeptWeights)
     checkpointer: Checkpointer | None = None
     # Called before new weights are sent. If the engine on this GPU sleeps during training and is about to wake, the
     # function frees unused memory for it

@@ -5,6 +5,7 @@ from itertools import pairwise
 
 import pytest
 import torch
+from gaussian_flow import MEAN, STD, gaussian_velocity
 
 from async_grpo.algorithm.flow.config import ADAPTIVE, VELOCITY
 from async_grpo.algorithm.flow.nft import branch_losses, good_probabilities, noised, old_decay
@@ -108,16 +109,7 @@ def test_the_old_policy_first_follows_fast_and_then_slowly():
     assert old_decay(7, 0.0, 0.5) == 0
 
 
-MEAN = 1.5
-STD = 0.6
 NUM_STEPS = 200
-
-
-def gaussian_velocity(x, t):
-    """Return E[e - x_0 | x_t = x] for x_0 ~ N(MEAN, STD^2)."""
-    variance = (1 - t) ** 2 * STD**2 + t**2
-    centered = x - (1 - t) * MEAN
-    return t / variance * centered - (MEAN + (1 - t) * STD**2 / variance * centered)
 
 
 def test_the_minimum_of_the_loss_draws_numbers_of_higher_reward_by_enumeration():

@@ -5,6 +5,7 @@ from itertools import pairwise
 
 import pytest
 import torch
+from gaussian_flow import MEAN, STD, gaussian_velocity
 from torch.distributions import Independent, Normal, kl_divergence
 
 from async_grpo.algorithm.flow.sde import (
@@ -21,15 +22,6 @@ from async_grpo.errors import ConfigurationError
 NUM_DRAWS = 10_000
 NUM_VALUES = 12  # independent numbers of each draw
 NUM_STEPS = 250
-MEAN = 1.5
-STD = 0.6
-
-
-def gaussian_velocity(x, t):
-    """Return E[noise - x_0 | x_t = x] for x_0 ~ N(MEAN, STD^2), by the formula of conditional normal distributions."""
-    variance = (1 - t) ** 2 * STD**2 + t**2
-    centered = x - (1 - t) * MEAN
-    return t / variance * centered - (MEAN + (1 - t) * STD**2 / variance * centered)
 
 
 def draw(noise_level, seed):

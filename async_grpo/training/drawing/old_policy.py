@@ -17,12 +17,12 @@ from torch import Tensor
 from async_grpo.algorithm.flow.nft import old_decay
 from async_grpo.modeling.flow.policy import FlowPolicy
 from async_grpo.protocols import Proof, WeightPublisher
-from async_grpo.training.moving_reference import FixedReference
+from async_grpo.training.moving_reference import KeptWeights
 from async_grpo.training.sharding import release_gathered
 from async_grpo.training.weight_copy import WeightCopy
 
 
-class OldPolicy(FixedReference):
+class OldPolicy(KeptWeights):
     """The weights of the old policy. All methods are collectives if the policy is sharded.
 
     It takes the place of a moving reference in the trainer: it moves at the end of a batch, and checkpoints contain it.
