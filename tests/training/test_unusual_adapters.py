@@ -192,7 +192,9 @@ def test_a_merged_model_has_the_value_head_of_the_adapter(folder):
     torch.nn.init.normal_(policy.value_head.weight)
     expected = {name: tensor.detach().clone() for name, tensor in value_head_tensors(policy).items()}
     save_file(expected, path)
-    export_adapter(folder / "adapter", folder / "merged", str(folder / "model"), "float32")
+    export_adapter(
+        folder / "adapter", folder / "merged", base=str(folder / "model"), dtype="float32", in_4bit=False
+    )
     again = PolicyModel(load_causal_lm(folder / "merged", "float32"), value_head=True)
     assert load_value_head(again, folder / "merged")
     tensors = value_head_tensors(again)
