@@ -17,9 +17,8 @@ class AllowedTokens:
     The engine computes log-probs by a softmax over these tokens alone, so the trainer must use the same tokens.
     """
 
-    indices: (
-        np.ndarray
-    )  # (T,) int32, place in `masks` of each token's mask; ALL_TOKENS if all tokens were allowed
+    # (T,) int32, place in `masks` of each token's mask; ALL_TOKENS if all tokens were allowed
+    indices: np.ndarray
     masks: tuple[bytes, ...]  # distinct masks, as `packed_mask` makes them
 
     def __len__(self) -> int:

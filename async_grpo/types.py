@@ -322,8 +322,8 @@ class Sample:
 
         Args:
             values: One value for each token of the sequence from index `begin` to the end.
-            begin: Index of the first token that has a value. A sample without turns ignores it: its values must begin
-                right after the prompt. They are returned as they are, because all tokens after the prompt are sampled.
+            begin: Index of the first token that has a value. For a sample without turns it must be the first token after
+                the prompt. All tokens from there on are sampled, so the values are returned as they are.
         """
         if not self.completion.turns:
             return values

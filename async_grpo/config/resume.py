@@ -177,7 +177,7 @@ def refuse_changes(config: RunConfig, folder: Path, earlier: Mapping[str, Any]) 
         value = options[name]
         earlier_value = earlier[name] if name in earlier else _value_without_option(name, value)
         if name == "reward_fns" and not value:
-            # The workers will name the rewards, and they are compared then
+            # The workers name the rewards later. `Prepared.with_rewards` then calls this function again
             continue
         if value != earlier_value:
             flags = DERIVED.get(name, f"--{dashed(name)}")

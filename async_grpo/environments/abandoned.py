@@ -33,9 +33,9 @@ def abandoned_numbers(
 
     Args:
         sequences: The sequences of the trajectory.
-        latest_requests: For each turn whose message was part of a later request, how many turns were recorded when the
-            latest such request arrived. Such a turn was continued even if the chat template rewrote it, so that its tokens
-            do not occur in the later history.
+        latest_requests: Evidence beside the tokens that a turn was continued: its message was part of a later request,
+            although the chat template may have rewritten it, so that the tokens of that request do not contain it. Maps
+            the number of such a turn to the number of turns that were recorded when the latest such request arrived.
     """
     if len(sequences) < 2:
         # Two turns with the same history are always in different sequences
@@ -83,7 +83,13 @@ def _history_tokens(sequence: TrajectorySequence, index: int) -> int:
 def _latest_continuation(
     sequence: TrajectorySequence, index: int, sequences: Sequence[TrajectorySequence]
 ) -> int:
-    """Return the number of the latest turn that was sampled after all tokens up to the end of a turn, or NEVER."""
+    """Return the number of the latest turn whose history begins with the history and the tokens of this turn, or NEVER.
+
+    Args:
+        sequence: The sequence that contains the turn.
+        index: Index of the turn in the sequence.
+        sequences: All sequences of the trajectory.
+    """
     number = sequence.turns[index].turn.number
     latest = NEVER
     if index + 1 < len(sequence.turns):

@@ -47,10 +47,10 @@ class SampledTurn:
 
 
 class SampledHistory:
-    """The policy's turns, by the messages that the agent received for them.
+    """The policy's turns, found by the messages that the agent received for them.
 
     Attributes:
-        last_spelling: The spelling that was used last, which is tried first.
+        last_spelling: The spelling (see the docstring of the module) that fitted the last request. It is tried first.
         num_rewritten: Number of requests whose history did not continue the known tokens in any spelling.
     """
 

@@ -156,7 +156,7 @@ class ExperienceBatcher:
             message_task.cancel()
 
     async def _next_message(self, rank: int) -> Message:
-        # While `_offer` has the lock, it uses the packer. It feeds the queues afterwards
+        # While `_offer` has the lock, it uses the packer. Before it releases the lock, it feeds the queues itself
         if not self._offer_lock.locked():
             self._feed()
         message = await self._queues[rank].get()
@@ -252,7 +252,7 @@ class ExperienceBatcher:
         group = self.advantages.with_group_mean(group)
         group = await self.rollouts.add_logprobs(group)
         # `_offer` waits only until the groups that were offered earlier are packed. It does not wait for a place in a step:
-        # without one, the group stays in the `StepAssembler`
+        # a group without one stays in the `StepAssembler`
         with waiting("step", f"group {number}", "its step"):
             await self._offer(group)
 
@@ -308,7 +308,8 @@ class ExperienceBatcher:
         if not self.advantages.estimator.ignores_rewards:
             refuse_unscored(complete.step, complete.groups)
         self.rollouts.refuse_untaught(complete.step, complete.groups)
-        trained_groups = self._trained_groups.setdefault(self.plan.last_step(complete.step) + 1, [])
+        version_after_cycle = self.plan.last_step(complete.step) + 1
+        trained_groups = self._trained_groups.setdefault(version_after_cycle, [])
         trained_groups += [group.sequence_number for group in complete.groups]
         step_end = self._supervise(self._step_end(complete), f"the end of step {complete.step}")
         self._put([step_end] * len(self._queues))
@@ -392,9 +393,4 @@ class ExperienceBatcher:
 
 
 def _make_packer(config: BatchConfig, facts: RunFacts, num_ranks: int) -> Packer:
-    return Packer(
-        num_ranks,
-        config.max_tokens_per_gpu,
-        facts.hidden_size,
-        longest_first=config.longest_first,
-    )
+    return Packer(num_ranks, config.max_tokens_per_gpu, facts.hidden_size, longest_first=config.longest_first)

@@ -47,7 +47,7 @@ class GroupAdvantages:
         self.group_local = self.estimator.group_local or self.estimator.needs_critic
 
     def memory(self, step: int) -> dict[str, float]:
-        """Return the running means before a step, which a checkpoint saves; {} if the estimator uses none."""
+        """Return the running means as they were before a step, for a checkpoint; {} if the estimator uses none."""
         return {} if self.running_means is None else self.running_means.state(step)
 
     def restore(self, memory: Mapping[str, float]) -> None:
@@ -56,9 +56,9 @@ class GroupAdvantages:
             self.running_means.restore(memory)
 
     def weights_live(self, version: int) -> None:
-        """Forget the running means before steps that are older than `version`.
+        """Forget the running means as they were before the steps below `version`.
 
-        No checkpoint will need them, because its version is at least this one.
+        Only a checkpoint of such a step would need them, and later checkpoints are of `version` or later.
         """
         if self.running_means is not None:
             self.running_means.forget_before(version)

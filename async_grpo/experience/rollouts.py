@@ -172,6 +172,7 @@ class Rollouts:
     ) -> tuple[Sample, ...]:
         """Generate `count` completions, score each as soon as it is finished, and return them ordered by member."""
         samples = await self._generate_and_score(prompt, count, sampling, evaluation)
+        # The greedy completion is not a member of the group, so no reward compares it with the members
         is_greedy_baseline = sampling == GREEDY and not evaluation
         if self.facts.whole_groups and not is_greedy_baseline:
             samples = await self._judged_together(prompt, samples, evaluation)
@@ -308,7 +309,7 @@ class Rollouts:
         slots = asyncio.Semaphore(num_slots)
 
         async def answer_part(prompt: Prompt, first_member: int) -> tuple[Sample, ...]:
-            # The seeds of completions are computed from the ordinal, so each part gets a different one. Ordinals of
+            # The seeds of completions are computed from the ordinal, so each part gets an ordinal of its own. Ordinals of
             # evaluations are negative, because training uses the numbers from 0
             prompt = replace(prompt, ordinal=prompt.ordinal - first_member * len(questions))
             count = min(part_size, config.eval_samples - first_member)

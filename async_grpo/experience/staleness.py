@@ -21,9 +21,10 @@ or earlier, and these must be all of them. Without slack, step k trains the grou
 With several passes over each batch, a "step" of the assembler is a minibatch, and the engines get new weights only at the
 end of a cycle. A cycle is all passes over one batch (see `PassPlan`): C optimizer steps, which train K groups. These groups
 are alive until the weights after the cycle are live. `max_staleness` still counts optimizer steps: a token of version v may
-be trained in the S + 1 steps from v to v + S. Engines get weights between cycles (only a worker that joins late may get
-newer ones), so a cycle begins at step v, and these steps contain (S + 1) // C whole cycles. So at most (S + 1) // C * K
-groups are alive, and `slack` is the unused part of this number.
+be trained in the S + 1 steps from v to v + S. Engines get weights only between cycles, so a cycle begins at step v, and
+these steps contain (S + 1) // C whole cycles. (A worker that joins within a cycle gets weights from within it. Its tokens
+are younger, so the bound holds for them, too.) So at most (S + 1) // C * K groups may be alive, and `slack` is the part of
+this number that `capacity` leaves unused.
 
 Why this bounds the age with several passes: cycles and steps are numbered from 0. When version v is live, the groups of the
 first v // C cycles are no longer alive. So a group that is admitted now is due in a cycle with a number below

@@ -219,7 +219,8 @@ def _settings_of(config: TryEnvironmentConfig, model: str, prompt: Prompt) -> Sh
 def _max_total_tokens(config: TryEnvironmentConfig, model: str, prompt: Prompt) -> int:
     """Return the maximum length of a sequence in tokens.
 
-    The model's context limits it, unless no model is named: then texts play the policy (see `_policy_of`).
+    The model's context limits it. Without `--model-name-or-path`, no model answers: the policy's turns are fixed texts (see
+    `_policy_of`), and only the options limit the length.
     """
     longest = len(prompt.token_ids) + config.max_generation_tokens
     return longest if config.model_name_or_path is None else min(longest, context_length(model))

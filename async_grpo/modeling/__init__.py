@@ -43,7 +43,7 @@ class MergedWeight:
         return self.base.numel()
 
     def element_size(self) -> int:
-        """Return the bytes of one value of the base."""
+        """Return the number of bytes of one value of the base."""
         return self.base.element_size()
 
 

@@ -111,17 +111,23 @@ class PolicyModel(nn.Module):
             masks: The tokens among which each token was sampled; None if it was always among all tokens.
             images: The images of the sequences (`image_inputs`); None if they have none.
             truncation: The rule by which the sampler keeps only probable tokens; None if it keeps all of them.
-            further_ids: Further token ids at each position, whose log-probs (packed, k) are the last result.
-            num_top: Number k of the most probable tokens, whose ids and log-probs (packed, 2, k) are the last result.
+            further_ids: Further token ids at each position, whose log-probs are returned as well.
+            num_top: Number k of the most probable tokens whose ids and log-probs are returned as well; 0 for none.
 
         Returns:
-            (log-probs, entropies). With a value head, the values follow. With a truncation, the next result is 1 at the
-            tokens of `input_ids` that the truncation excludes in this policy, although the engine could sample them.
-            They keep their log-probs. All results are 0 where the mask is False.
+            These results, in this order, without those that were not asked for:
+
+            - the log-probs of the tokens;
+            - the entropies of their distributions;
+            - with a value head, the critic's value of the state from which each token is predicted;
+            - with a truncation, 1 at the tokens of `input_ids` that it excludes under this policy, although the engine
+              could sample them (they keep their log-probs), and 0 at all others;
+            - with `further_ids`, their log-probs (packed, k);
+            - with `num_top`, the ids and log-probs (packed, 2, k) of the most probable tokens.
+
             Entry i describes token i given the tokens before it in its own sequence, so the first token of a sequence
-            has 0. The value of a token is the critic's value of the state from which the token is predicted. With an
-            empty mask the results still depend on the weights, because a rank that has nothing to train on must run the
-            same backward pass as the other ranks.
+            has 0. All results are 0 where the mask is False. With an empty mask they still depend on the weights, because
+            a rank that has nothing to train on must run the same backward pass as the other ranks.
         """
         positions, states = self.states_before(input_ids, cu_seqlens, loss_mask, images)
         head = self.model.get_output_embeddings()
@@ -146,7 +152,7 @@ class PolicyModel(nn.Module):
     def _hidden_states(
         self, token_ids: Int64[Tensor, " states"], packing: Packing, images: ImageInputs | None
     ) -> Float[Tensor, "states hidden"]:
-        """Return the last hidden state of each row (distinct state) of packed sequences."""
+        """Return the last hidden state of each row of the packing, that is, each distinct state."""
         if self.reads_images:
             return hidden_states(self.model, token_ids, packing, images)
         inputs = {"input_ids": token_ids[None], "position_ids": packing.position_ids[None]}
@@ -190,8 +196,8 @@ class PolicyModel(nn.Module):
             The positions of the selected tokens, without the first tokens of sequences, and the hidden state before each.
         """
         # Equal beginnings of sequences are computed only once. `hidden` has one row for each distinct state:
-        # packing.tokens has the token of each row, and packing.rows_of_tokens the row of each token. All images have the
-        # same placeholder tokens, so `keys` replaces these by numbers that differ between different images
+        # packing.tokens has the index of a token with this state, and packing.rows_of_tokens the row of each token. All
+        # images have the same placeholder tokens, so `keys` replaces these by numbers that differ between images
         packing = Packing(input_ids if images is None else images.keys(input_ids), cu_seqlens)
         hidden = self._hidden_states(input_ids[packing.tokens], packing, images)
         first_tokens = cu_seqlens[:-1].to(loss_mask.device, torch.int64)

@@ -39,7 +39,7 @@ class ShippedModule:
 
     @property
     def title(self) -> str:
-        """Return the module's name in messages."""
+        """Return the name that messages use for the module."""
         return self.module_name
 
     @property

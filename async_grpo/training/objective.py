@@ -97,15 +97,15 @@ class Objective:
         self.selects_high_entropy = config.top_entropy_quantile < 1
         # Whether the loss also contains the cross-entropy of the tokens that the environment wrote
         self.trains_observations = config.observation_coef > 0
-        # Whether the first gradient of the step must wait for a forward pass of all its micro-batches. The reason for the
-        # last condition: the factor of the observations' cross-entropy (see `__call__`) depends on which tokens are
-        # rejected, and this is known only after a forward pass
+        # Whether the first gradient of the step must wait for a forward pass of all its micro-batches, on whose results a
+        # term of the loss depends
         self.needs_first_forward = (
-            self.has_critic
-            or self.loss.needs_selection
-            or self.averages_weights
-            or self.rejects_from_groups
-            or self.selects_high_entropy
+            self.has_critic  # the advantages are computed from its values
+            or self.loss.needs_selection  # tokens are selected by scores that depend on their log-probs
+            or self.averages_weights  # importance weights are divided by their mean
+            or self.rejects_from_groups  # the tokens of a group that are not rejected are counted
+            or self.selects_high_entropy  # tokens are selected by their entropy
+            # The factor of the observations' cross-entropy (see `__call__`) depends on how many tokens are rejected
             or (self.trains_observations and config.rejection_statistic is not None)
         )
         # Whether the loss of a micro-batch can be computed only after all micro-batches of the step have arrived

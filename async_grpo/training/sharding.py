@@ -263,7 +263,7 @@ def canary_logprobs(
     boundaries = torch.tensor([0, *map(len, texts)]).cumsum(0)
     images = [] if images_of is None else [images_of(text) for text in texts]
     image_inputs = policy.image_inputs(images, np.concatenate(texts), boundaries.numpy())
-    further_arguments = () if image_inputs is None else (None, image_inputs)
-    logprobs, *_ = policy(ids, boundaries, full_mask, temperature, *further_arguments)
+    masks_and_images = () if image_inputs is None else (None, image_inputs)
+    logprobs, *_ = policy(ids, boundaries, full_mask, temperature, *masks_and_images)
     release_gathered(policy)
     return logprobs.float().cpu().numpy()

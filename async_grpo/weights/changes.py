@@ -33,7 +33,8 @@ COUNT = np.dtype("<u4")
 ALIGNMENT_BYTES = 4
 # Changes are sent only if they are smaller than this fraction of the whole tensor. Above it, they save little
 LARGEST_SHARE = 0.6
-# The same limit as LARGEST_SHARE, for compressed changes, which are made only for small tensors
+# The same limit for compressed changes. It is higher, because only the tensors of LoRA adapters are compressed. These are
+# small, so encoding them takes little time, even if it saves only a tenth
 LARGEST_COMPRESSED_SHARE = 0.9
 COMPRESSED = 1 << 31  # a count with this bit means that the block is compressed
 # A block of n words is compressed if more than n / MIN_CHANGES_TO_COMPRESS words have changed. With fewer changes, it is
@@ -50,9 +51,8 @@ class Changes:
 
     payload: np.ndarray  # (n,) uint8, see the layout above
     num_changed: int  # number of words that differ
-    is_worthwhile: (
-        bool  # whether to send the changes instead of the whole array, because they are enough smaller
-    )
+    # Whether the changes are so much smaller than the whole array that they should be sent in its place
+    is_worthwhile: bool
 
 
 def encode_changes(base: np.ndarray, new: np.ndarray, *, compress: bool = False) -> Changes:

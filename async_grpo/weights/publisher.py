@@ -177,23 +177,23 @@ class Publisher:
         if self.wire_dtype is not torch.float32:
             # Wait for the receipts. They say which tensors the engines can read back, and the rounds depend on this
             wait_for_proof()
-        restored = frozenset[str]()
+        changed_before = frozenset[str]()  # names of the tensors that the round before has changed
         unread = self._unread.names
-        for group in rounds(
+        for names in rounds(
             weights, self.originals_bytes, self.wire_dtype, unread, self.canary.max_over_ranks
         ):
             # Keep the order of `weights`, not of the set: the noise depends on it, and must be equal on every rank
-            changed_weights = {name: weight for name, weight in weights.items() if name in group}
+            changed_weights = {name: weight for name, weight in weights.items() if name in names}
             with perturbed(changed_weights):
                 changed = self._draft_of_round(model, weights, wait_for_proof)
                 # Each round also sends the original values of the tensors that the round before has changed
-                names_to_send = restored | group
+                names_to_send = changed_before | names
                 weights_to_send = {name: weight for name, weight in weights.items() if name in names_to_send}
                 # When this returns, the changed weights have been copied or sent. So the block may end, which restores
                 # the original values
                 prove = self._transact(changed, weights_to_send)
                 wait_for_proof = self._finish_in_thread(prove)
-            restored = group
+            changed_before = names
         return wait_for_proof
 
     def _finish_in_thread(self, call: Callable[[], Any]) -> Callable[[], Any]:
@@ -203,9 +203,10 @@ class Publisher:
     def _engines_have_weights(self, unchanged: WeightPackage) -> bool:
         """Return whether all engines already compute with the trainer's weights. A collective.
 
-        An empty package asks for the engines' log-probs of the canary texts. It is not sent in bfloat16 and with
-        `--canary-tolerance`: the canary may then miss a lost tensor, and the read-back finds it only if engines first
-        receive the weights that they already have (see `ReadBack`). Workers that joined late have older weights.
+        A package without tensors asks for the engines' log-probs of the canary texts. Engines are not asked in bfloat16 or
+        with `--canary-tolerance`: the canary may then miss a lost tensor, and the read-back finds it only if engines first
+        receive the weights that they already have (see `ReadBack`). Nor are workers that joined late, which have older
+        weights.
         """
         # Engines of a run with an adapter compute nothing before the first sync has brought it
         has_adapter = self.named_updates is not None
@@ -350,7 +351,7 @@ class Publisher:
                 last = last_differences.get(worker_id, 0.0)
                 package_to_prove = package
                 if not self._has_proof and self.config.canary_tolerance is None:
-                    # A new engine may round more than expected, if the read-back shows that it uses all weights
+                    # Accept an engine that rounds more than expected, if the read-back shows that it uses all weights
                     package_to_prove = with_observed_rounding(package, worker_id, receipt, self.wire_dtype)
                 differences[worker_id] = prove_landed(package_to_prove, worker_id, receipt, last)
             except WeightsDidNotLand as error:

@@ -137,7 +137,7 @@ def shared_bytes(payload: memoryview | bytes, name: str) -> Iterator[str]:
 
 @dataclass
 class ObjectStoreUpdate(WeightTransferUpdateInfo):
-    """A chunk of weights: the path of a safetensors image in this machine's memory."""
+    """A chunk of weights: the path of a safetensors file that exists only in this machine's memory (`shared_bytes`)."""
 
     path: str
 

@@ -68,7 +68,7 @@ _SPACES = re.compile(SPACE)
 
 
 def have_other_units(gold: str, answer: str) -> bool:
-    r"""Return whether the answer states a unit that the gold answer does not have, although it has units.
+    r"""Return whether the gold answer has units, and the answer states a unit that is none of them.
 
     A missing unit, or one that is not in the table of units, such as "apples", never counts as different.
 

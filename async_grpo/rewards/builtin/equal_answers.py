@@ -41,11 +41,12 @@ _PERCENT = sympy.UnevaluatedExpr(sympy.Rational(1, 100))  # math-verify reads 5%
 
 
 def equal_answers(gold_answers: list[Any], answers: list[Any]) -> bool:
-    """Return whether an answer is equal to a gold answer.
+    """Return whether an answer is equal to the gold answer in one of the ways in which both can be read.
 
     Args:
-        gold_answers: Readings of the gold answer: expressions of sympy, and its text.
-        answers: Readings of the answer. A reading that may take forever to compute only equals the same expression.
+        gold_answers: What math-verify read in the gold answer: expressions of sympy, and its text.
+        answers: What it read in the answer. An expression that may take forever to compute is not computed, and is equal
+            only to the same expression.
     """
     return any(_equal_readings(gold, answer) for gold, answer in product(gold_answers, answers))
 

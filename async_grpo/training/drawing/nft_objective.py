@@ -45,12 +45,13 @@ class NoisedPictures:
 class NFTObjective(FlowObjective):
     """The loss of DiffusionNFT, aggregated over pictures as over tokens: a finished picture is one token.
 
-    There are no log-probs. Metrics of log-probs, ratios and entropies have the values of equal policies.
+    A finished picture has no log-prob, so all log-probs are 0. The metrics of the mismatch between trainer and engine are
+    then those of equal policies. `ratio_mean`, `ratio_max` and `entropy` are reported as 0.
 
     Args:
         config: The algorithm's options.
         settings: Settings of the loss.
-        old: The policy that draws.
+        old: The old policy, with which the engines draw. The loss compares its velocities with those of the policy.
     """
 
     def __init__(self, config: AlgorithmConfig, settings: NFTSettings, old: OldPolicy) -> None:
