@@ -392,6 +392,7 @@ class LogprobWorkers(RegisteredWorkers):
         num_tokens = sum(len(sequence) for sequence in sequences)
         tokens_each = max(1, num_tokens // len(sequences))
         for _ in range(ATTEMPTS_WITHOUT_PROGRESS):
+            # If the worker is lost, `lease` suppresses the error, and another worker is tried
             async with self.lease("a group", len(sequences), tokens_each) as (link, _):
                 return await link.call(method, *arguments)
         raise WorkerLost(

@@ -10,7 +10,8 @@ FIRST_BEGINNING_CHARACTERS = 65_536
 # Factor by which each beginning is longer than the one before. All beginnings of a text together have at most 4/3 of the
 # text's characters
 GROWTH = 4
-# The cut at the end of a beginning may change the tokens near it, so this number of tokens is not counted
+# A text that is cut may have other tokens near the cut than the whole text. So this number of tokens at the end of a
+# beginning is not counted
 UNCERTAIN_TOKENS = 1024
 PIECES_PER_CALL = 8192  # maximum number of pieces of a text that one call of the tokenizer encodes
 

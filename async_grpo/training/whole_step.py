@@ -124,11 +124,11 @@ def _count_kept(rows: Sequence[BatchTensors], ranks: Ranks) -> None:
     # The group ids of a step are close together, so a table with one entry for each id from the lowest to the highest
     # is short
     bounds = [float(-kept_ids.min()), float(kept_ids.max())] if len(kept_ids) else [-math.inf, -math.inf]
-    lowest, highest = ranks.max(bounds)
+    negated_lowest, highest = ranks.max(bounds)
     if highest == -math.inf:
         # All tokens of the step were rejected
         return
-    first = int(-lowest)
+    first = int(-negated_lowest)
     num_groups = int(highest) - first + 1
     totals = ranks.gathered(torch.bincount(kept_ids - first, minlength=num_groups)).sum(dim=0)
     for row in rows:

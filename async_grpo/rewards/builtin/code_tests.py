@@ -20,8 +20,8 @@ _TEST_KEYS = ({"assert"}, {"input", "output"})  # keys of the two kinds of tests
 _COLUMNS_OF_SETS = (("inputs", "outputs"), ("input", "output"))
 # Names by which tests would see or replace input and output of the tested code. This cannot work, because the code runs in
 # another process
-_CAPTURES = {"redirect_stdout", "redirect_stderr", "patch"}  # functions of these modules
 _CAPTURING_MODULES = {"contextlib", "mock", "unittest.mock"}
+_CAPTURES = {"redirect_stdout", "redirect_stderr", "patch"}  # functions of _CAPTURING_MODULES
 _CAPTURING_FIXTURES = {"capsys", "capfd", "monkeypatch"}  # fixtures of pytest, which tests have as arguments
 _STREAMS = {"stdin", "stdout", "stderr"}
 _IMPORTABLE = sys.stdlib_module_names | {"solution"}  # modules that tests may import
