@@ -17,7 +17,8 @@ from async_grpo.experience.row_messages import Message
 # Limit for names of models, roles and functions. A streamed answer repeats the model's name in each event
 MAX_NAME_CHARACTERS = 256
 ANY_OBJECT = '{"type": "object"}'
-MAX_SCHEMA_CHARACTERS = 65_536  # a limit, because the engine compiles a schema before it samples the first token
+# Schemas are limited, because the engine compiles a schema before it samples the first token
+MAX_SCHEMA_CHARACTERS = 65_536
 MAX_DESCRIPTION_CHARACTERS = 4096
 
 Name = Annotated[str, Field(max_length=MAX_NAME_CHARACTERS)]

@@ -307,9 +307,9 @@ class LogprobWorker:
         allowed = AllowedTokens.joined([request.allowed for request in batch], lengths)
         masks = None if allowed is None else self._policy.token_masks(allowed)
         images = [request.images for request in batch]
-        further_arguments: tuple[Any, ...] = () if masks is None else (masks,)
+        masks_and_images: tuple[Any, ...] = () if masks is None else (masks,)
         if any(images):
-            further_arguments = (masks, self._policy.image_inputs(images, input_ids, bounds))
+            masks_and_images = (masks, self._policy.image_inputs(images, input_ids, bounds))
         num_top = max(request.num_top for request in batch)
         further_options: dict[str, Any] = {} if truncation is None else {"truncation": truncation}
         if num_top:
@@ -319,7 +319,7 @@ class LogprobWorker:
             torch.tensor(bounds),
             torch.tensor(is_completion, device=self._policy.device),
             temperature,
-            *further_arguments,
+            *masks_and_images,
             **further_options,
         )
         values = logprobs.float().cpu().numpy()
