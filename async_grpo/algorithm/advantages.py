@@ -191,14 +191,15 @@ class Estimator:
         readable = mask & candidates[:, None]  # tokens whose rewards and inputs must be finite
         used = mask & groups.participates  # tokens that count in the statistics and get advantages
 
-        # The function gets these masks in place of the caller's, which may also select masked tokens and invalid rows
+        # Masks of readable tokens only. The function gets them in place of the caller's masks, which may also select masked
+        # tokens and tokens of invalid rows
         masks = reward_masks(options, rewards_by_name, readable)
         finite_rewards = {}
         for name, values in rewards_by_name.items():
             finite_rewards[name] = finite_values(name, values, masks[name])
         options |= self._finite_inputs(options, readable)
         if "step_mask" in options:
-            options["step_mask"] = masks.get(SINGLE_REWARD)
+            options["step_mask"] = masks.get(SINGLE_REWARD)  # the mask of the only reward
         if "masks" in options:
             options["masks"] = masks
         dtype = reduce(torch.promote_types, (values.dtype for values in rewards_by_name.values()))
@@ -233,8 +234,6 @@ class Estimator:
             ValueError: An input has the wrong shape, or is not finite at an unmasked token of a valid row.
         """
         readable_rows = readable.any(dim=1)
-        # `finite_values` uses the mask that has the shape of the input: an input of `self.inputs` may have one number per
-        # row or one per token
         finite_inputs = {}
         for name in {"values", "baselines", *self.inputs} & options.keys():
             if name == "values":
@@ -242,6 +241,7 @@ class Estimator:
             elif name == "baselines":
                 masks = [readable_rows]
             else:
+                # One number per row or one per token: `finite_values` chooses the mask with the shape of the input
                 masks = [readable_rows, readable]
             finite_inputs[name] = finite_values(name, options[name], *masks)
         return finite_inputs

@@ -108,13 +108,13 @@ class AdapterSender:
 
 
 class AdapterEvaluation:
-    """The evaluation of adapters in an open run without a trainer.
+    """Evaluates LoRA adapters with the engines of a run that was opened without a trainer.
 
     Args:
         controller: The run's controller, whose batcher is started.
         config: The options of the evaluation.
         settings: The settings with which the run was opened. Their `lora` describes the adapters.
-        adapters: The adapters.
+        adapters: The adapters to compare.
     """
 
     def __init__(

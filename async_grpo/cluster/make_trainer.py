@@ -385,7 +385,7 @@ class PolicyKind:
     """
 
     load: Callable[[RunConfig, SharedRunSettings, Ranks], Any]  # returns the policy, sharded over the ranks
-    # Its last argument is the policy, which still has its first weights
+    # (config, settings, policy) -> objective. The policy still has its first weights
     make_objective: Callable[[RunConfig, SharedRunSettings, Any], Objective]
     make_canary: Callable[[SharedRunSettings, Ranks], Canary]
     exporter: type[ModelExporter]

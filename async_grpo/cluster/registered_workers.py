@@ -326,8 +326,8 @@ class GenerationWorkers(RegisteredWorkers):
         progress_by_worker = {}
         for task in finished_tasks:
             worker = worker_by_task[task]
-            # Reset `progress` only if it is still this answer. A concurrent call, at the end of another step, may have
-            # taken it
+            # A concurrent call, at the end of another step, may have waited for the same answer. Only the first of them
+            # counts it
             if worker.progress is task:
                 worker.progress = None
                 if not isinstance(task.exception(), WorkerLost):

@@ -63,10 +63,10 @@ def lora_settings(config: LoraConfig, model_path: str) -> LoraSettings | None:
 
 
 def with_four_bits(model: Any, settings: LoraSettings) -> LoraSettings:
-    """Return the settings with the layers whose frozen weights can be stored in 4 bits. Log which part they are.
+    """Return the settings with the names of the layers whose frozen weights can be stored in 4 bits, and log their share.
 
     Raises:
-        ConfigurationError: No layer can.
+        ConfigurationError: There is no such layer.
     """
     candidates = linear_layers(model)
     names = [name for name in candidates if can_be_four_bit(model.get_submodule(name))]

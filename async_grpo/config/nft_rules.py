@@ -13,7 +13,7 @@ NOT_WITH_NFT = """
 
 
 def broken_nft(c: RunOptions) -> BrokenRules:
-    """Find options of DiffusionNFT without it, and options that have no meaning with it."""
+    """Find options of DiffusionNFT in a run that does not use it, and options without meaning in a run that does."""
     if not c.trains_by_nft:
         yield from idle(c, NFT_OPTIONS, "without --flow-loss diffusion_nft: leave it out")
         return

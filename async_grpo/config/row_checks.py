@@ -16,7 +16,7 @@ from async_grpo.rewards.adapter.decorators import accepted_options
 CHECK_S = 2.0  # time for all checks together. Rows that are not reached in this time are not checked
 ROW_S = 5.0  # maximum time of one check
 FIRST_ROWS = 100  # number of rows at the beginning that are checked first, in their order
-STRIDE = 101  # distance between rows that are checked next to each other after the first rows
+STRIDE = 101  # after the first rows, distance from one checked row to the next
 
 RowCheck = Callable[..., None]
 log = logging.getLogger(__name__)

@@ -96,7 +96,7 @@ class PromptRenderer:
 
     @cached_property
     def _tests_for_none(self) -> bool:
-        """Return whether the template expects none instead of an empty text as the content of messages with calls."""
+        """Return whether a message that has calls and no text must have the content None, not "", in this template."""
         return TESTS_FOR_NONE.search(self._template_text) is not None
 
     def _roles_in_template(self) -> list[str]:

@@ -53,7 +53,7 @@ def reward_sample(prompt: Prompt, completion: Completion) -> dict[str, Any]:
         sample["completion_char_ends"] = completion.char_ends.tolist()
     if completion.outcome is not None:
         # Reward functions get the turns in time order, but `completion_token_ids` has the tokens sequence by sequence.
-        # `turn_ends` are positions in it, so they do not ascend if the turns of two sequences alternated
+        # `turn_ends` are positions in these tokens, so they do not ascend if the turns of two sequences alternated
         order = completion.turn_order
         turns = [completion.turns[place] for place in order]
         turn_ends = list(accumulate(turn.num_tokens for turn in completion.turns))

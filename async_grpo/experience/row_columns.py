@@ -150,7 +150,10 @@ def _refuse_speakers(
 
 
 def _names_at(row: Mapping[str, Any], path: str) -> str:
-    """Return the names that the row has at the place where the first part of a dotted path is missing."""
+    """Describe what the row has where the first missing part of a dotted path should be.
+
+    For an object these are the names in it, for a list its length, and otherwise the beginning of the value.
+    """
     value: Any = row
     read = ""
     for part in path.split("."):

@@ -48,8 +48,8 @@ MAX_STATE_BYTES = 4 << 30  # largest experience.json that is read; it contains t
 GROUP_NUMBERS = ("number", "ordinal", "question", "resampled")
 # Errors that JSON, safetensors and the checks of our own records raise for files with arbitrary contents
 UNREADABLE = (SafetensorError, OSError, ValueError, LookupError, TypeError, AttributeError, AssertionError)
-SAVED_MASKS = "allowed."  # beginning of the keys of the arrays of allowed tokens
-SAVED_CONDITION = "condition."  # beginning of the keys of the embeddings of a group's prompt
+SAVED_MASKS = "allowed."  # names of saved arrays of allowed tokens begin with this
+SAVED_CONDITION = "condition."  # names of saved embeddings of prompts begin with this
 # Keys in the saved files that differ from the names of the fields. They stay, because older checkpoints have them
 SAVED_START_VERSION = "admitted_version"
 SAVED_TURN_NAMES = {"num_tokens": "tokens", "before_text": "said"}  # field -> key

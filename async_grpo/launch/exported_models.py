@@ -82,7 +82,7 @@ def _export_flow_checkpoint(folder: Path, manifest: Manifest, source: str, targe
     settings = _settings_of(folder, manifest)
     if settings is not None:
         add_lora(policy.model, settings)
-        # Only creates the adapter; the values from the checkpoint then replace these
+        # This gives the adapter initial values, which those of the checkpoint replace below
         fill_lora(policy.model, settings, seed=0, device=CPU)
     if manifest.options.get("flow_loss") == DIFFUSION_NFT:
         # The policy that draws and is evaluated is the old one
@@ -153,7 +153,7 @@ def _policy(source: str, settings: LoraSettings | None, *, has_critic: bool) -> 
         # Creates the adapter, because values can be loaded only into an existing one. The checkpoint's values then
         # replace these
         fill_lora(model, settings, seed=0, device=CPU)
-        # The adapter was trained on these values of the base
+        # An adapter that was trained on a base in 4 bits fits only these values of the base
         put_in_four_bits(model, settings.four_bit_layers, torch.float32)
     return PolicyModel(model, value_head=has_critic)
 

@@ -24,7 +24,7 @@ INHERITED_PREFIXES = tuple("RAY_ OMP_ MKL_ HF_HUB_OFFLINE TOKENIZERS_ PYTHON".sp
 # Example of the longest path of a socket inside Ray's folder. A process id has at most 7 digits
 LONGEST_SOCKET = "session_2026-01-01_00-00-00_000000_1234567/sockets/plasma_store"
 MAX_SOCKET_BYTES = 107  # longest path of a socket on Linux, in bytes (see unix(7))
-MIN_PORT = 20_000  # Ray's workers use the ports below
+MIN_PORT = 20_000  # Ray's workers use the ports below this one
 END_OF_PORTS = 32_768  # from this port on, Linux assigns ports to outgoing connections
 # A rank with a larger model is faster with more than one thread (docs/log.md, 2026-11-22)
 LARGE_MODEL_BYTES = 32 << 20

@@ -150,7 +150,7 @@ class VerifyConfig(PromptOptions):
                 bool(getattr(self, name)) and self.model_name_or_path is None,
                 f"--{dashed(name)}: only with --model-name-or-path are prompts rendered; give the model, too",
             )
-        self._column_map  # noqa: B018  refuses names that are none
+        self._column_map  # noqa: B018  raises an error for an empty name
         if self.output is None or not os.path.exists(self.output) or not os.path.exists(self.file):
             return
         if os.path.samefile(self.output, self.file):

@@ -59,7 +59,7 @@ exhaust the memory
     """
     alarms = []
     for name, entry in memory.items():
-        # On a GPU nothing is allocated before the model is loaded
+        # The two are equal on a GPU, where nothing is allocated before the model is loaded
         slack_gb = 0.0 if entry[ADDED] == entry[PEAK] else CPU_SLACK_GB
         if entry[PLANNED] and entry[ADDED] > MAX_FACTOR * entry[PLANNED] + slack_gb:
             factor = entry[ADDED] / entry[PLANNED]

@@ -196,7 +196,7 @@ class FourBitLinear(nn.Module):
 
 
 def can_be_four_bit(layer: nn.Linear) -> bool:
-    """Return whether the rows of a layer's weight are whole blocks."""
+    """Return whether each row of a layer's weight can be divided into blocks of BLOCK values."""
     return layer.in_features % BLOCK == 0
 
 

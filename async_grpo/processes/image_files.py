@@ -37,7 +37,7 @@ TURNS = {  # value of ORIENTATION_TAG -> what turns the image upright; all other
     7: Image.Transpose.TRANSVERSE,
     8: Image.Transpose.ROTATE_90,
 }
-GRAYS_OF_16_BITS = "I"  # beginning of the modes of Pillow for grays of 16 bits
+GRAYS_OF_16_BITS = "I"  # the names of Pillow's modes for 16-bit grays begin with this
 WHITE = (255, 255, 255, 255)
 
 

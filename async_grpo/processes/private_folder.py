@@ -98,7 +98,8 @@ def _start_ticks(pid: int) -> str:
         after_the_name = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
         return ""
-    return "" if after_the_name[0] in DEAD_STATES else after_the_name[19]  # proc(5): fields 3 and 22
+    # Fields 3 (state) and 22 (start time) of proc(5)
+    return "" if after_the_name[0] in DEAD_STATES else after_the_name[19]
 
 
 def _place() -> tuple[str, str, str]:

@@ -168,4 +168,5 @@ class Combination:
                 return math.prod(values) if values else None
             case "best":
                 return max(values, default=None)
-        return values[-1] if values else None  # gate
+        # In the mode "gate", the last reward counts: that of the gate that stopped, or of the last adapter
+        return values[-1] if values else None

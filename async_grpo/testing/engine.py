@@ -78,7 +78,7 @@ class FakeEngine:
         num_text_tokens = len(self._text_token_ids)
         tokens = random.choice(self._text_token_ids, length)
         logprobs = np.full(length, np.log((1 - self.STOP_CHANCE) / num_text_tokens), np.float32)
-        # The first token is never a stop token
+        # The first token is never a stop token, because a stopped completion has at least two tokens
         logprobs[0] = -np.log(num_text_tokens)
         text_tokens = tokens
         if is_stopped:

@@ -53,7 +53,8 @@ class GradientAccumulator:
     config: OptimizerConfig
     steps: int = 0  # number of finished steps
     critic: Critic | None = None  # the critic, if it is a separate model
-    memory: RankMemory | None = None  # measures the peak memory of this rank; None makes one without a plan
+    # Measures the peak memory of this rank; None makes one without a planned size
+    memory: RankMemory | None = None
     # Functions that are called with each micro-batch after its backward pass
     observers: list[Callable[[BatchTensors], None]] = field(default_factory=list)
     # Called when an optimizer step is skipped because the policy has moved further than `--passes-max-kl` since the

@@ -333,7 +333,7 @@ def _refuse_other_dtypes(
 
     Args:
         folder: The folder of the checkpoint.
-        stored_tensors: torch's metadata of the tensors in the checkpoint, by name. A missing tensor is an error of torch.
+        stored_tensors: torch's metadata of the tensors in the checkpoint, by name. torch itself refuses a missing one.
         tensors: The tensors into which they are loaded, by name.
 
     Raises:

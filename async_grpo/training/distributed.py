@@ -150,7 +150,7 @@ def _store(world_size: int) -> Any:
         return dist.HashStore()  # type: ignore[attr-defined]  # torch lists the class in no __all__
     path = os.environ.get(RANKS_STORE)
     if path:
-        return dist.FileStore(path, world_size)  # type: ignore[attr-defined]  # as above
+        return dist.FileStore(path, world_size)  # type: ignore[attr-defined]  # not in __all__ either
     return None
 
 

@@ -98,8 +98,8 @@ class ModelExporter:
 
     def save_final(self, policy: PolicyModel, samples: int) -> None:
         """Save an export, unless the last one already has these weights."""
-        # Do not look whether the folder exists: ranks on other nodes may not see it. All ranks know the numbers of
-        # samples
+        # Compare numbers of samples, which all ranks know. Ranks on other nodes may not see whether the folder exists, but
+        # all ranks must decide alike
         if samples != self._last_saved:
             self.save(policy, samples)
 

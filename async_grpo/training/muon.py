@@ -60,9 +60,10 @@ class MuonWithAdamW(Optimizer):
         self._share_groups_and_state()
 
     def _share_groups_and_state(self) -> None:
-        """Let AdamW use the parameter groups and the state of this optimizer, so that schedules and checkpoints see one.
+        """Let AdamW use this optimizer's parameter groups and state, so that schedules and checkpoints see one optimizer.
 
-        Loading replaces both, so they must then be shared again. Otherwise AdamW would keep its old learning rate.
+        `load_state_dict` replaces both, so they must be shared again after it. Otherwise AdamW would keep its old
+        learning rate.
         """
         self._adamw.param_groups = self.param_groups[1:]
         self._adamw.state = self.state

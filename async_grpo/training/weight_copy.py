@@ -17,8 +17,8 @@ class WeightCopy:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self._followed: dict[str, nn.Parameter] = {}  # the model's weights that are trained
-        self._weights: dict[str, Tensor] = {}  # those of the copy
+        self._followed: dict[str, nn.Parameter] = {}  # the trained weights of the model
+        self._weights: dict[str, Tensor] = {}  # the copied values, by the same names
         for name, parameter in model.named_parameters():
             if parameter.requires_grad:
                 self._followed[name] = parameter

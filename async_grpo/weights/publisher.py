@@ -127,7 +127,7 @@ class Publisher:
         self._for_late = self_test and self._has_proof
         wait_for_self_test: Proof = self._run_self_test(model) if self_test else dict
         # The draft is the package without its tensors. Its tolerance needs the result of the first round of the self-test,
-        # which `_run_self_test` has awaited. The engines load the weights of the last round while this rank computes it
+        # which `_run_self_test` has awaited. This rank computes the draft while the engines load the last round's weights
         draft = self._draft(model, version)
         self._prepared = None
         wait_for_self_test()
@@ -205,8 +205,8 @@ class Publisher:
 
         A package without tensors asks for the engines' log-probs of the canary texts. Engines are not asked in bfloat16 or
         with `--canary-tolerance`: the canary may then miss a lost tensor, and the read-back finds it only if engines first
-        receive the weights that they already have (see `ReadBack`). Nor are workers that joined late, which have older
-        weights.
+        receive the weights that they already have, because it ignores a module that differs after its first weights (see
+        `ReadBack`). Nor are workers that joined late, which have older weights.
         """
         # Engines of a run with an adapter compute nothing before the first sync has brought it
         has_adapter = self.named_updates is not None
@@ -230,7 +230,7 @@ class Publisher:
     ) -> WeightPackage:
         """Return the package of a round of the self-test, without its tensors. A collective.
 
-        The tolerance depends on the first round. So this waits for the round before, after all other computation.
+        The tolerance depends on the first round's result, so this waits for the round before, but computes all else first.
         """
         expected = self.canary.expected(model)
         if self.config.canary_tolerance is not None:

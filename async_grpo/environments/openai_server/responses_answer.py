@@ -41,7 +41,7 @@ def response_of(request: ResponsesRequest, turn_id: str, reply: Reply) -> dict[s
 
 
 def _without_output(request: ResponsesRequest, turn_id: str) -> dict[str, Any]:
-    """Return the answer as it is before the policy has answered."""
+    """Return the fields of an answer that are known before the policy has written its output."""
     tools = [tool.model_dump() | {"strict": False} for tool in request.tools or ()]
     settings = request.text or TextSettings()
     text_format = settings.format or PlainText(type="text")

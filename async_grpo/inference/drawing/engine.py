@@ -246,7 +246,7 @@ class DrawingEngine:
         for picture in pictures:
             pixels = self._reader.decode(picture.state[None].to(self._policy.device))[0]
             if not torch.isfinite(pixels).all():
-                # It would become a black picture, which a reward would score like any other
+                # In a PNG file, these numbers would become black, and a reward would score the picture like any other
                 raise ArithmeticError(
                     f"a picture with policy version {self.policy_version} has pixels that are no finite numbers"
                 )

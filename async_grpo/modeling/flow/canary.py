@@ -17,7 +17,7 @@ MAX_CANARY_STEPS = 8
 
 
 def canary_texts(num_labels: int, num_steps: int) -> list[np.ndarray]:
-    """Return the "texts" of the canary, int32: sequences of a label and denoising steps, of a few labels."""
+    """Return the "texts" of the canary, int32, one for each of a few labels: the label, then numbers of denoising steps."""
     labels = np.linspace(0, num_labels - 1, min(MAX_CANARY_LABELS, num_labels)).astype(int)
     steps = np.unique(np.linspace(0, num_steps - 1, min(MAX_CANARY_STEPS, num_steps)).astype(int))
     return [np.concatenate([[label], steps]).astype(np.int32) for label in np.unique(labels)]

@@ -119,9 +119,9 @@ class FlowFolder:
 
     @property
     def fingerprint(self) -> str:
-        """Return the sha256 (hex) of everything in the folder's description except the weights.
+        """Return the sha256 (hex) of the folder's labels, parts and configurations, without the versions in them.
 
-        A model and its exports have the same fingerprint.
+        A model and its exports have the same fingerprint, because weights do not count.
         """
         description = {
             "labels": dict(self.labels),

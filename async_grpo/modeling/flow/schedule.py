@@ -16,7 +16,7 @@ class FlowSchedule:
     """
 
     sigmas: tuple[float, ...]  # n + 1 times
-    # N numbers: the times before the steps, in the units in which the model reads them
+    # n numbers: the times before the steps, in the units in which the model reads them
     timesteps: tuple[float, ...]
 
     @property
@@ -53,7 +53,7 @@ class FlowSchedule:
         steps = places.long().clamp(max=self.num_steps - 1)
         parts = places - steps
         times = self.times(steps)
-        # The model's unit is a multiple of the time, so that its last value is 0, as that of the time
+        # The last time is 0 in the units of the model, too, because these are multiples of the time
         timesteps = _tensor((*self.timesteps, 0.0), steps)
         return (
             torch.lerp(times.begin, times.end, parts),

@@ -180,8 +180,8 @@ def _end_of(opening: _Opening, lines: Sequence[str], start: int, takes_loose_end
         opening: The opening fence of the block.
         lines: All lines of the text.
         start: Index of the first line of the content.
-        takes_loose_ends: Whether the first fence that may end the block ends it, even if only by the looser rules. If
-            False, such a fence ends the block only if no later fence ends it by the strict rules.
+        takes_loose_ends: Whether the block ends at the first fence that fits the strict or the looser rules. If False, a
+            fence that fits only the looser rules ends the block only if no later fence fits the strict rules.
     """
     may_be_python = opening.language in PYTHON or not opening.language
     loose_end: _End | None = None

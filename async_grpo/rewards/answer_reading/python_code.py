@@ -248,7 +248,7 @@ def _content_of(code: str) -> _Content:
             case ast.ImportFrom(names=names) if _is_of_library(node):
                 has_star = has_star or names[0].name == "*"
             case ast.ImportFrom(names=names):
-                # Another block may be what the module is supposed to contain
+                # Another block may define these names: the text may show the content of the imported module
                 used_names |= {alias.name for alias in names}
             case ast.Import():
                 foreign_modules |= _names_bound_by(node) - sys.stdlib_module_names

@@ -16,14 +16,14 @@ import sys
 from typing import Any
 
 _TEST_KEYS = ({"assert"}, {"input", "output"})  # keys of the two kinds of tests
-# Keys of two lists that contain inputs and outputs
+# If one object has all tests of a row: the keys of its two lists, of inputs and of outputs
 _COLUMNS_OF_SETS = (("inputs", "outputs"), ("input", "output"))
 # Names by which tests would see or replace input and output of the tested code. This cannot work, because the code runs in
 # another process
 _CAPTURING_MODULES = {"contextlib", "mock", "unittest.mock"}
-_CAPTURES = {"redirect_stdout", "redirect_stderr", "patch"}  # functions of _CAPTURING_MODULES
-_CAPTURING_FIXTURES = {"capsys", "capfd", "monkeypatch"}  # fixtures of pytest, which tests have as arguments
-_STREAMS = {"stdin", "stdout", "stderr"}
+_CAPTURING_FUNCTIONS = {"redirect_stdout", "redirect_stderr", "patch"}  # functions of the capturing modules
+_CAPTURING_FIXTURES = {"capsys", "capfd", "monkeypatch"}  # arguments that pytest passes to test functions
+_STREAMS = {"stdin", "stdout", "stderr"}  # attributes of `sys` that tests may set
 _IMPORTABLE = sys.stdlib_module_names | {"solution"}  # modules that tests may import
 _CACHED_TESTS = 4096  # number of tests that are not parsed again for each completion
 _REWRITE = 'write them as {"assert": "assert NAME(ARGUMENTS) == RESULT"}'
@@ -135,8 +135,8 @@ def _captured_name(node: ast.AST) -> str | None:
         case ast.arg(arg=name) if name in _CAPTURING_FIXTURES:
             return name
         case ast.ImportFrom(module=str(module), names=names) if module in _CAPTURING_MODULES:
-            return next((alias.name for alias in names if alias.name in _CAPTURES), None)
-        case ast.Attribute(value=owner, attr=name) if name in _CAPTURES:
+            return next((alias.name for alias in names if alias.name in _CAPTURING_FUNCTIONS), None)
+        case ast.Attribute(value=owner, attr=name) if name in _CAPTURING_FUNCTIONS:
             return name if ast.unparse(owner) in _CAPTURING_MODULES else None
         case ast.Attribute(value=ast.Name(id="sys"), attr=name, ctx=ast.Store()) if name in _STREAMS:
             return f"sys.{name}"

@@ -32,8 +32,9 @@ from async_grpo.rewards.builtin.sympy import SYMPY_ERRORS, is_computable
 
 RELATIVE_TOLERANCE = 5e-5  # five significant digits
 ABSOLUTE_TOLERANCE = 5e-7  # six decimals, the last one rounded
-MIN_PLACES = 6  # minimum number of decimals of a number that may be the rounded form of another number
-MIN_DIGITS = 3  # minimum number of its significant digits
+# A number may be the rounded form of another one if it has at least this many decimals and significant digits
+MIN_PLACES = 6
+MIN_DIGITS = 3
 PRECISION_DIGITS = 50  # number of digits to which math-verify computes values such as roots
 
 _SET_NAME = re.compile(r"[a-zA-Z](?:_\{?\w{1,8}\}?)?'{0,3}")

@@ -10,9 +10,9 @@ from typing import Any
 
 import sympy
 
-PRECISION_DIGITS = 40  # number of digits to which numbers that are not rational must agree
-WORKING_DIGITS = 60  # number of digits to which such numbers are computed
-QUICK_DIGITS = 15  # number of digits to which such numbers are computed at first
+PRECISION_DIGITS = 40  # number of digits to which irrational numbers must agree
+WORKING_DIGITS = 60  # number of digits to which irrational numbers are computed
+QUICK_DIGITS = 15  # number of digits to which irrational numbers are computed at first
 SURE_RELATIVE_DIFFERENCE = 1e-6  # two numbers that differ by more than twice this are not computed further
 # Value of the first variable for a quick comparison. The value of each further variable is larger by STEP
 FIRST_VALUE = 1.37

@@ -195,7 +195,7 @@ def _is_reduced(text: str, value: Any) -> bool:
         return False  # in a relation or a chain of steps, only the last side counts
     numbers = set(_PLAIN_NUMBER.findall(plain))
     is_one_of_many = isinstance(value, sympy.Number) and len(numbers) > 1 and str(value) in numbers
-    # The numbers of an expression and of a base, as in `4/2` and `1011_2`, belong to its value
+    # In an expression such as `4/2`, or a number with its base such as `1011_2`, all numbers belong to the value
     return is_one_of_many and "_" not in plain and arithmetic_value(plain) is None
 
 

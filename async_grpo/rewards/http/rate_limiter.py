@@ -212,7 +212,8 @@ class Meter:
         self._total = 0.0  # total cost of `_starts`
         self._resumed = resumed
         self._clock = -math.inf  # virtual clock: when the rate allows the next call, without bursts
-        # The same at CATCH_UP_FACTOR times the rate, without lost time. It limits how fast `_clock` makes up for that
+        # A second virtual clock, at CATCH_UP_FACTOR times the rate, that ignores lost time. It limits how fast calls make
+        # up for the time that `_clock` has lost
         self._hasty_clock = -math.inf
 
     def set(self, per_minute: float | None, burst_s: float, slack_s: float) -> None:

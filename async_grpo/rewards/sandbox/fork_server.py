@@ -35,7 +35,7 @@ from async_grpo.rewards.sandbox.tested_objects import builtin_exception
 PROGRAM = "__main__"
 SOLUTION = "solution"
 TESTS = "tests"
-_FILE_NAME = "solution.py"  # name of a program's code in messages of Python
+_FILE_NAME = "solution.py"  # name of the file that a program's code seems to be in, for example in tracebacks
 MAX_DESCRIPTORS = 8  # maximum number of descriptors in one request
 # Maximum number of threads of a sandboxed process. (RLIMIT_NPROC would count all threads of the user.)
 MAX_THREADS = 64
@@ -189,7 +189,7 @@ def _answer(code: str, module: ModuleType, channel: RpcChannel) -> NoReturn:
         except BaseException as error:  # any exception of the tested code is an answer, too
             message = ""
             arguments = []
-            with contextlib.suppress(Exception):  # `__str__` of the tested code may raise in turn
+            with contextlib.suppress(Exception):  # `__str__` may be tested code, and may raise
                 message = str(error)[:MAX_MESSAGE_CHARACTERS]
                 if all(len(str(value)) <= MAX_MESSAGE_CHARACTERS for value in error.args):
                     arguments = [encode(value, refer) for value in error.args]

@@ -36,7 +36,8 @@ _CHECKED = """
 open 2 -, openat 257 56, clone 56 220, kill 62 129, tgkill 234 131, ioctl 16 29, fcntl 72 25, prlimit64 302 261,
 sendto 44 206, socketpair 53 199
 """
-_ARCHITECTURES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}  # column, AUDIT_ARCH_*
+# Machine -> (column of its numbers in the tables above, its AUDIT_ARCH constant)
+_ARCHITECTURES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}
 _FIRST_COMMON_NUMBER = 424  # calls from this number on have the same number on all architectures
 
 # Instructions of the filter's machine (classic BPF)

@@ -60,7 +60,8 @@ def _operator(name: str, *, gives_object: bool, reflected: bool = False) -> Any:
         operands = (*other_operands, self) if reflected else (self, *other_operands)
         if not any(isinstance(operand, Proxy) for operand in other_operands):
             value = self._value
-            if isinstance(value, Proxy | list | dict | set):  # not known yet, or it may have changed
+            # Ask if the plain value is not known yet, or if the tested code may have changed it
+            if isinstance(value, Proxy | list | dict | set):
                 value = self._ask("plain", self)
                 object.__setattr__(self, "_value", value)
             if not isinstance(value, Proxy):
@@ -90,10 +91,10 @@ for _name in "iadd isub imul itruediv ifloordiv imod ipow imatmul iand ior ixor"
 
 
 class ExceptionClass(type):
-    """Class of the classes that represent the exception classes of the tested code, so that tests can catch them.
+    """Metaclass of the classes that represent exception classes of the tested code, so that tests can catch them.
 
-    A call of such a class makes an object in the other process, which is represented by a proxy. The attribute `_proxy` of
-    such a class is the proxy of the tested code's class. The attribute of a raised exception is the proxy of the exception.
+    A call of such a class makes an exception in the other process, and returns its proxy. The attribute `_proxy` of such a
+    class is the proxy of the tested code's class. A raised exception has its own proxy as its attribute `_proxy`.
     """
 
     _proxy: Any

@@ -59,7 +59,7 @@ class OldPolicy(KeptWeights):
     @contextmanager
     def in_place(self) -> Iterator[None]:
         """Let the policy compute with the old weights within the `with` block."""
-        # Weights that are gathered belong to the weights before an exchange
+        # FSDP may still hold gathered weights, which an exchange of the shards does not change
         release_gathered(self._policy)
         with self._weights.exchanged():
             yield

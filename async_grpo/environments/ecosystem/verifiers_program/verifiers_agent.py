@@ -20,8 +20,8 @@ import verifiers.v1 as vf
 from verifiers.v1.utils.generic import deep_merge
 
 CHAT = "verifiers_chat"  # name of the module in this folder with the `ChatHarness`
-# Seconds until a request fails. Must be longer than `CLAIM_WAIT_S` of the endpoint, which answers a request for a
-# trajectory only after this time if there is none
+# Seconds until a request fails. Must be longer than `CLAIM_WAIT_S` of the endpoint: while there is no trajectory to claim,
+# a claim waits that long for one
 REQUEST_TIMEOUT_S = 60.0
 MAX_NAME_CHARACTERS = 100  # longest name of a metric that the endpoint accepts
 
