@@ -29,7 +29,7 @@ class CpuGenerators(dict[int, torch.Generator]):
     """
 
     def get(self, index: int, default: Any = None) -> Any:
-        """Return, in place of a request's generator, an object whose `set_offset` resets it and so undoes the draws."""
+        """Return an object for a request's generator. Its `set_offset` resets the generator, which undoes the draws."""
         generator = super().get(index)
         if generator is None:
             return default
