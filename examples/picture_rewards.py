@@ -24,7 +24,7 @@ def caption_read(sample):
     return text_reward(pytesseract.image_to_string(sample["picture"]), sample["text"])
 
 
-# The same with a reader behind HTTP: examples/ocr_server.py
+# The same reward with OCR on an HTTP server: examples/ocr_server.py
 text_read = PictureReader(url="http://127.0.0.1:8081")
 
 # A server with a preference model. Its requests contain the picture as a PNG file in base64

@@ -199,7 +199,8 @@ class Estimator:
             finite_rewards[name] = finite_values(name, values, masks[name])
         options |= self._finite_inputs(options, readable)
         if "step_mask" in options:
-            options["step_mask"] = masks.get(SINGLE_REWARD)  # the mask of the only reward
+            # An estimator with a `step_mask` has a single reward, whose mask this is
+            options["step_mask"] = masks.get(SINGLE_REWARD)
         if "masks" in options:
             options["masks"] = masks
         dtype = reduce(torch.promote_types, (values.dtype for values in rewards_by_name.values()))

@@ -34,9 +34,9 @@ CONNECT_TIMEOUT_S = 5.0
 # Environment variable with the path of a file that is created when the Ray cluster of `async-grpo run` is up
 RAY_IS_UP = "ASYNC_GRPO_RAY_IS_UP"
 RAY_START_S = 90.0
-# Maximum number of characters of an error message in a log line about an actor
-MAX_OWN_CHARACTERS = 1500  # of a message of this library
-MAX_FOREIGN_CHARACTERS = 300  # of a message of another package
+# Maximum number of characters of an error message in a log line about an actor, if the error comes from this library
+MAX_OWN_CHARACTERS = 1500
+MAX_FOREIGN_CHARACTERS = 300  # the same for an error of another package
 HOW_TO_JOIN = (
     "Start one with `RAY_AUTH_MODE=token ray start --head`, and set RAY_AUTH_MODE=token for every process that joins "
     "it (and RAY_ADDRESS, if the head is on another machine). On the first node, `ray get-auth-token --generate` makes "

@@ -119,7 +119,7 @@ def _refuse_other_data(config: RunConfig, folder: Path, manifest: Manifest) -> N
 
 
 def goes_on(config: RunConfig) -> bool:
-    """Return whether a run in the output folder is no error, because `--resume` lets this start continue it."""
+    """Return whether the output folder may already contain a run, because `--resume` lets this start continue it."""
     if config.resume == "auto":
         return True
     if config.resume == "never":

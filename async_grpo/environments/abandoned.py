@@ -189,7 +189,12 @@ def _append(earlier: TrajectorySequence, later: TrajectorySequence) -> None:
 
 
 def abandoned_turns(sequences: Sequence[TrajectorySequence], numbers: Collection[int]) -> tuple[Turn, ...]:
-    """Return the abandoned turns in the order of time, with their texts, and without the tokens before them."""
+    """Return the abandoned turns in the order of time, with their texts, and without the tokens before them.
+
+    Args:
+        sequences: The sequences of the trajectory.
+        numbers: Numbers of the abandoned turns (`abandoned_numbers`).
+    """
     turns = []
     for sequence in sequences:
         for recorded in sequence.turns:

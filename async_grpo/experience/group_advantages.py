@@ -56,9 +56,9 @@ class GroupAdvantages:
             self.running_means.restore(memory)
 
     def weights_live(self, version: int) -> None:
-        """Forget the running means as they were before the steps below `version`.
+        """Forget the earlier values of running means that only checkpoints of versions before `version` would need.
 
-        Only a checkpoint of such a step would need them, and later checkpoints are of `version` or later.
+        No such checkpoint will be saved any more, because the engines use the weights of `version` now.
         """
         if self.running_means is not None:
             self.running_means.forget_before(version)

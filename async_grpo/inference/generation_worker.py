@@ -195,9 +195,9 @@ class GenerationWorker:
 
     async def _complete(self, request: EngineRequest, images: ImageRequest | None) -> Completion:
         self._refuse_if_not_ready()
-        # The salt names the weights: vLLM must not reuse a cached prefix that other weights computed. While weights change,
-        # this waits for the lock. Afterwards, vLLM must get the request before they change again: `tokens_input` is its
-        # internal form of a prompt. It would convert another form in a thread, which takes time
+        # The salt names the weights, so that vLLM does not reuse a cached prefix that other weights computed. Weights do
+        # not change while this has the lock, and vLLM must get the request before they change again. So the prompt is
+        # already in vLLM's internal form (`tokens_input`). Any other form would be converted in a thread, which takes time
         async with self._update_lock:
             salt = f"{self._num_starts}/{self.policy_version}"
             if images is None:

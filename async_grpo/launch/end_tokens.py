@@ -35,7 +35,7 @@ def end_tokens(tokenizer: Any, options: PromptOptions, stop_ids: Sequence[int]) 
 
 
 def answers_without_end(prepared: "Prepared") -> Iterator[Finding]:
-    """Yield the finding of `end_tokens` if it is a warning and the data contains chats."""
+    """Yield the finding of `end_tokens` if it is a warning. Yield nothing if the data contains no chats."""
     from async_grpo.modeling.load import load_tokenizer
 
     rows = (question.row for question in prepared.questions)

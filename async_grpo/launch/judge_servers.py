@@ -59,7 +59,7 @@ class LocalJudge(RewardConfig):
 
     @property
     def model_urls(self) -> tuple[str, ...]:
-        """URLs of the judges' servers. If the run has yet to start these servers, a placeholder."""
+        """URLs of the judges' servers. A server that the run will start has no port yet, so its URL is a placeholder."""
         return ("http://127.0.0.1",) if self.judge_model else super().model_urls
 
     @property

@@ -152,7 +152,7 @@ class PolicyModel(nn.Module):
     def _hidden_states(
         self, token_ids: Int64[Tensor, " states"], packing: Packing, images: ImageInputs | None
     ) -> Float[Tensor, "states hidden"]:
-        """Return the last hidden state of each row of the packing, that is, each distinct state."""
+        """Return the last hidden state of each row of the packing. Equal beginnings of sequences share their rows."""
         if self.reads_images:
             return hidden_states(self.model, token_ids, packing, images)
         inputs = {"input_ids": token_ids[None], "position_ids": packing.position_ids[None]}

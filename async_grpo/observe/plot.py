@@ -45,7 +45,7 @@ SIGMOID = "R(C) = R0 + (A - R0) / (1 + (C_mid / C)^B); band and brackets: 95 % i
 # x values to forecast, as multiples of the last x of the run
 HORIZONS = (1, 2, 4)
 LAST_STEPS = 10  # by default, a timeline shows this number of last steps
-LAST_LINES = 5000  # number of lines at the end of the timeline file that are searched for these steps
+LAST_LINES = 5000  # number of lines at the end of the timeline file that are searched for the last steps
 MIN_TABLE_WIDTH = 60  # columns of text
 TABLE_WIDTH_PER_RUN = 40
 

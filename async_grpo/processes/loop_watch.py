@@ -174,9 +174,8 @@ class LoopWatch:
             if has_new_turn:
                 beats = self._beats
                 own_delay_s = 0.0
-                # Use the CPU times that the heartbeat has read for the loop's thread and for the process. CPU times
-                # read here could already include a call that kept Python's lock. That call belongs to this turn, so it
-                # must not be in the times at the turn's start
+                # These should be the CPU times at the turn's start. The heartbeat read them there for the loop's thread and
+                # for the process. Read only here, they could include a call of this turn that kept Python's lock
                 threads_at_beat = _thread_times() | {self._thread_id: self._thread_cpu_at_beat_s}
                 cpu_at_beat_s = self._cpu_at_beat_s
                 # The watching thread's wait may have begun before the turn, so count only its delay within the turn

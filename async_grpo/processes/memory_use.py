@@ -107,22 +107,22 @@ class FreedMemory:
 
     def __init__(self) -> None:
         self._trim = _malloc_trim()
-        self._resident_bytes = 0  # resident memory of this process after the last return
+        self._resident_bytes = 0  # resident memory of this process after the last `release`
         self.release()
 
     def release(self) -> None:
-        """Return all freed memory. The next tensors take longer, because the system must assign memory to them again."""
+        """Give all freed memory back. The next tensors take longer, because the system must assign memory to them again."""
         if self._trim is not None:
             self._trim(0)
             self._resident_bytes = resident_bytes()
 
     def release_within_step(self) -> None:
-        """Return all freed memory if this process has grown by half since the last return. A small process does nothing."""
+        """Call `release` if this process has grown by half since the last `release`. A small process does nothing."""
         if resident_bytes() > max(GROWTH_BEFORE_RETURN * self._resident_bytes, SMALL_PROCESS_BYTES):
             self.release()
 
     def release_after_step(self) -> None:
-        """Return all freed memory. A small process does nothing."""
+        """Call `release`. A small process does nothing."""
         if resident_bytes() > SMALL_PROCESS_BYTES:
             self.release()
 

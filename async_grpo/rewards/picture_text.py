@@ -9,7 +9,7 @@ def text_reward(read: str, target: str) -> dict[str, float]:
     picture that has the wanted text among other texts gets 1. Spaces and capitals do not count.
 
     Args:
-        read: The text that a reader found in the picture.
+        read: The text that OCR has read in the picture.
         target: The text that the picture should have.
 
     Returns:
@@ -58,5 +58,5 @@ def edit_distance(first: str, second: str) -> int:
 
 
 def _letters(text: str) -> str:
-    """Return a text without spaces and capitals, which readers often get wrong."""
+    """Return a text in lower case and without spaces, because OCR often reads spaces and capitals wrongly."""
     return "".join(text.casefold().split())

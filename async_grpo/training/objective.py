@@ -204,10 +204,9 @@ class Objective:
             metrics |= value_metrics | {"value_loss": value_losses}
         loss = self.aggregate(token_losses, batch, mask)
         cross_entropy = self._cross_entropy_of_observations(logprobs, batch)
-        # The cross-entropy must become a mean over observation tokens. But the loss of the step is later divided by the
-        # number of units, and a metric by the number of trained tokens. So the cross-entropy is multiplied here by (number
-        # of units) / (number of observation tokens), and below, for the metric, by (number of trained tokens) / (number of
-        # observation tokens)
+        # The sum over observation tokens must become their mean. The caller divides the loss by the step's number of units
+        # instead, and the metric below by its number of trained tokens. Each factor replaces this divisor by the number of
+        # observation tokens: `units_per_observation` for the loss, `tokens_per_observation` for the metric
         loss = loss + self.config.observation_coef * cross_entropy * batch.units_per_observation
         if self.truncation is not None:
             metrics["outside_support_share"] = torch.where(mask, further_outputs[-1], 0)

@@ -203,10 +203,10 @@ class Publisher:
     def _engines_have_weights(self, unchanged: WeightPackage) -> bool:
         """Return whether all engines already compute with the trainer's weights. A collective.
 
-        A package without tensors asks for the engines' log-probs of the canary texts. Engines are not asked in bfloat16 or
-        with `--canary-tolerance`: the canary may then miss a lost tensor, and the read-back finds it only if engines first
-        receive the weights that they already have, because it ignores a module that differs after its first weights (see
-        `ReadBack`). Nor are workers that joined late, which have older weights.
+        A package without tensors asks for the engines' log-probs of the canary texts. In bfloat16 or with
+        `--canary-tolerance`, the answer is always False: the canary may miss a lost tensor there, so the read-back must
+        find it. For that, engines must first receive the weights that they already have, because the read-back ignores a
+        module that differs after its first weights (`ReadBack`). Late workers are not asked: their weights are older.
         """
         # Engines of a run with an adapter compute nothing before the first sync has brought it
         has_adapter = self.named_updates is not None

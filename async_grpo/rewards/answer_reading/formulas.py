@@ -88,7 +88,7 @@ class _Token:
 
 @dataclass
 class _Run:
-    """The tokens of a formula without delimiters that were read so far."""
+    """The tokens read so far of a formula that has no delimiters, such as `x = 5` in a sentence."""
 
     tokens: list[_Token] = field(default_factory=list)
     depth: int = 0  # number of open brackets

@@ -236,7 +236,7 @@ def _content_of(code: str) -> _Content:
             bound_names |= _names_bound_by(node)
         match node:
             case ast.AugAssign(target=target):
-                changed_nodes.add(id(target))  # this uses a name, but does not define it
+                changed_nodes.add(id(target))  # `x += 1` uses the name x, but does not define it
             case ast.FunctionDef() | ast.AsyncFunctionDef() | ast.ClassDef():
                 may_answer = may_answer or not _is_stub(node)
             case ast.Name(id=name):

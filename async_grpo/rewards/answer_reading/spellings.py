@@ -12,7 +12,8 @@ from async_grpo.rewards.answer_reading.characters import plain_characters
 SPACE = r"(?:\s|~|\\[,;:! ]|\\q?quad(?![a-zA-Z]))"
 # A LaTeX command that sets its argument in a font
 FONT = r"\\(?:text(?:bf|it|rm|sf|tt|normal)?|math(?:bf|it|rm|sf|tt|normal)|boldsymbol|bm|mbox|operatorname)(?![a-zA-Z])"
-# Words that a formula may contain without a font: names of functions, products of variables, and "and" and "or" in lists
+# Words that a formula may contain without a command for their font, such as `\text`: names of functions, products of
+# variables, and "and" and "or" in lists
 WORD_IN_FORMULA = (
     r"(?:and|or|sqrt|pi|sin|cos|tan|cot|sec|csc|log|ln|exp|gcd|lcm|max|min|arc(?:sin|cos|tan)|[abcxyz]{2,3})"
 )

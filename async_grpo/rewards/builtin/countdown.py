@@ -138,7 +138,9 @@ def score(sample: dict[str, Any]) -> dict[str, float]:
 
 
 def score_steps(sample: dict[str, Any]) -> dict[str, Any]:
-    """Return the rewards of the steps, and their sums by kind. Numbers are compared as text: "03" is not 3.
+    """Return the reward of each step (see the docstring of the module), the sum for the numbers, and the answer's reward.
+
+    Numbers are compared as text: "03" is not 3.
 
     Raises:
         ValueError: The row has no usable `nums` or `target`.

@@ -249,7 +249,14 @@ def _enter(manager: Any) -> Any:
 
 
 def _exit(manager: Any, names: list[str], message: str) -> None:
-    """Call the manager's `__exit__`. If `names` has a built-in exception class, pass an exception of this class."""
+    """Call the manager's `__exit__`, as at the end of a `with` statement.
+
+    Args:
+        manager: The context manager.
+        names: Names of the class of the exception that ended the block, and of its bases; [] without an exception. The
+            manager gets an exception of the first built-in class among them.
+        message: Message of the exception.
+    """
     error = builtin_exception(names, message, [message]) if names else None
     type(manager).__exit__(manager, error and type(error), error, None)
 
