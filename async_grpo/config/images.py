@@ -83,7 +83,7 @@ def image_settings(
 
 
 def _image_canary(images: ImagePrompts, model: Any, seed: int, longest: int) -> ImageCanary | None:
-    """Return the text of the canary that has an image, a picture of random pixels; None if it does not fit."""
+    """Return the text of the canary that has an image, a picture of random pixels; None if it has over `longest` tokens."""
     pixels = np.random.default_rng(seed).integers(0, 256, (CANARY_PIXELS, CANARY_PIXELS, 3), np.uint8)
     file = io.BytesIO()
     Image.fromarray(pixels).save(file, "PNG")

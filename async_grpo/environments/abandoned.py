@@ -33,9 +33,9 @@ def abandoned_numbers(
 
     Args:
         sequences: The sequences of the trajectory.
-        latest_requests: Evidence beside the tokens that a turn was continued: its message was part of a later request,
-            although the chat template may have rewritten it, so that the tokens of that request do not contain it. Maps
-            the number of such a turn to the number of turns that were recorded when the latest such request arrived.
+        latest_requests: Turns whose messages were part of a later request. Such a turn was continued, even if the chat
+            template rewrote its message, so that the later request does not contain its tokens. Maps the number of such
+            a turn to the number of turns that were recorded when the latest such request arrived.
     """
     if len(sequences) < 2:
         # Two turns with the same history are always in different sequences

@@ -101,7 +101,10 @@ def _verifiers_agents(
 
 
 def _verifiers_command(config: EnvironmentConfig, mode: str, *arguments: str) -> list[str]:
-    """Return the command that runs `verifiers_agent.py`. The environment's options are passed as one JSON object."""
+    """Return the command that runs `verifiers_agent.py`, whose docstring describes its modes and arguments.
+
+    The environment's options are passed as one JSON object.
+    """
     options: dict[str, Any] = {}
     for dotted_name, value in config.environment_settings.items():
         *path, last = dotted_name.split(".")

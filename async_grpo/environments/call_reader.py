@@ -168,7 +168,7 @@ class CallReader:
         )
 
     async def _reader_of(self, spelling: CallSpelling) -> str:
-        """Return the name of the first parser that reads the template's own call correctly."""
+        """Return the name of the first parser that correctly reads the calls that the chat template has written."""
         _, text = split_thought(spelling.text, THOUGHT_TAGS)
         probes: list[tuple[str, tuple[tuple[str, Any], ...]]] = [(text, ((CALL_NAME, CALL_ARGUMENTS),))]
         if spelling.text_of_two:
@@ -199,7 +199,7 @@ class CallReader:
         return names[0]
 
     async def _check_parser(self, tool_parser: str | None) -> None:
-        """Check that vLLM has the parsers, and that they fit the model's tokenizer.
+        """Check that vLLM has the tool parser and `--reasoning-parser`, and that they fit the model's tokenizer.
 
         Raises:
             ConfigurationError: They cannot be used.

@@ -141,6 +141,12 @@ def _context(prompt: Prompt, messages: list[dict[str, Any]], observation: Any, *
     """Add the observation to `messages`, and return the context that the policy continues.
 
     The context is a conversation if the row or the environment uses messages. Otherwise it is token ids or a text.
+
+    Args:
+        prompt: The prompt with its row.
+        messages: The conversation so far, without the observation.
+        observation: What `reset` or `step` of the environment returned: a text, messages, or None.
+        is_first: Whether the observation comes from `reset`.
     """
     if is_first and observation is None:
         messages += row_conversation(prompt)

@@ -172,7 +172,15 @@ class TrajectoryRecorder:
         tools: Sequence[Any] | None,
         size: int,
     ) -> Rendered:
-        """Return the conversation as the template writes it, with the policy's messages in one of their spellings."""
+        """Return the conversation as the template writes it, with the policy's messages in one of their spellings.
+
+        Args:
+            messages: The conversation.
+            sampled_turns: The turns from which messages of the policy were made, by the index of the message.
+            spelling: The form of these messages.
+            tools: JSON schemas of the tools.
+            size: Number of characters in the conversation, if the caller knows it; otherwise 0.
+        """
         spelled_messages = []
         is_trusted = []
         num_characters = 0

@@ -253,7 +253,14 @@ class TrajectoryClient:
     async def _engine_input(
         self, context: Context, tools: Tools | None, instruction: str, size: int = 0
     ) -> EngineInput:
-        """Render and tokenize the context, depending on its type. The instruction becomes a part of messages."""
+        """Render and tokenize the context, depending on its type.
+
+        Args:
+            context: A text, token ids or messages.
+            tools: JSON schemas of the tools.
+            instruction: Text that is added to messages; "" for none.
+            size: Number of characters in the messages, if the caller knows it; otherwise 0.
+        """
         if isinstance(context, Whole):
             return await self.recorder.prepare_text(Rendered(str(context)))
         if isinstance(context, str):

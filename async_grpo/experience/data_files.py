@@ -337,6 +337,8 @@ def _warn_of_dropped_texts(
 
     For example, rows of Alpaca have a task in `instruction`, and sometimes a text for this task in `input`. There is no
     warning for rows with token ids, because a text in such a row is probably the text of these tokens.
+
+    `raw_row` is the row in the file, from which `columns` has made `row`. Columns in `warned_of` have had a warning.
     """
     if TOKENS in row and not columns.prompt:
         return

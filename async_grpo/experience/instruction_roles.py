@@ -85,7 +85,15 @@ class InstructionRoles:
     def _role_of_later_message(
         self, leading_roles: tuple[str, ...], tools: list[dict[str, Any]] | None
     ) -> str:
-        """Return the role under which the template writes a developer message after a question and its answer."""
+        """Return the role under which the template writes a developer message after a question and its answer.
+
+        Args:
+            leading_roles: Roles of the messages before the question.
+            tools: JSON schemas of the tools.
+
+        Raises:
+            ConfigurationError: The template writes no such message under any role.
+        """
         problem = ""
         for role in ("developer", "system"):
             problem = self._problem((*leading_roles, "user", "assistant", role), tools)

@@ -142,7 +142,7 @@ class PromptRenderer:
         return self._encoded_prompt(prompt_of(row), row, max_prompt_tokens, place)
 
     def _encoded_prompt(self, prompt: Any, row: Mapping[str, Any], max_tokens: int, place: str) -> list[int]:
-        """Return the token ids of a prompt that is a text or a list of messages."""
+        """Return the token ids of a prompt: a text or a list of messages. `place` (file and line) is for warnings."""
         refuse(prompt is None, "a row needs input_token_ids, messages, or prompt/input text")
         if isinstance(prompt, str) and self._options.system_prompt is not None:
             self._refuse_control_tokens(prompt)

@@ -187,6 +187,10 @@ def _has_prompt(row: Mapping[str, Any]) -> bool:
 def _messages_in_text(text: str, place: str) -> Any:
     """Return the messages if a text is the JSON of a list of messages, else the text itself.
 
+    Args:
+        text: The text.
+        place: The column of the text, for error messages.
+
     Raises:
         ConfigurationError: The text is a list of messages as Python prints it, which cannot be read back.
     """

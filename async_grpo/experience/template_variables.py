@@ -25,7 +25,7 @@ BOOLEANS = {
     "off": False,
     "0": False,
 }
-# Jinja's tests that the numbers 0 and 1 do not pass
+# Jinja's tests that tell true and false from the numbers 1 and 0
 TESTS_OF_BOOLEANS = ("true", "false", "boolean", "sameas")
 # Jinja's tests and filters for a variable that may be missing
 DEFAULTS = ("defined", "undefined", "none", "default", "d")

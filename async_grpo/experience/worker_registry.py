@@ -208,7 +208,13 @@ class WorkerRegistry:
             self._held[:, member.column] = member.sequences, member.tokens
 
     def _choose(self, sequences: int, tokens: int, prefers: str) -> Member | None:
-        """Return the active member that gets the sequences, or None if no member has room."""
+        """Return the active member that gets a request, or None if no member has room.
+
+        Args:
+            sequences: Number of sequences of the request.
+            tokens: Estimated number of their tokens.
+            prefers: Id of the worker whose prefix cache contains the beginning of the request; "" if there is none.
+        """
         preferred = self._members.get(prefers)
         if self._policy is not least_loaded or not self._active:
             fitting = [member for member in self._active if member.has_room(sequences)]

@@ -76,7 +76,7 @@ class ReadBack:
         return self._not_in_use.isdisjoint(places) and tensor_name not in self._adapter_not_in_use
 
     def is_readable(self, tensor_name: str) -> bool:
-        """Return whether it can be checked with which values of the tensor the engine computes."""
+        """Return whether the values with which the engine computes can be read, to compare them with the tensor."""
         if tensor_name in self._adapter:
             return True
         places = {tensor_name, place_of(tensor_name)}

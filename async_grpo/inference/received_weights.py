@@ -86,7 +86,7 @@ class ReceivedWeights:
         return manifest
 
     def _refuse_other_changes(self, names: set[str]) -> None:
-        """Raise an error if weights of the engine have changed although no tensor of their place was received."""
+        """Raise WorkerLost if weights have changed in a place of which no tensor was received (`names`)."""
         places = sorted(self.read_back.not_in_use(apart_from=names))
         if places:
             raise WorkerLost(

@@ -306,7 +306,7 @@ def _options_of(folder: Path) -> dict[str, Any]:
 
 
 def _options_without_a_flag(folder: Path) -> dict[str, Any]:
-    """Return the values that the run of a checkpoint had for OPTIONS_OF_THE_RUN."""
+    """Return the values of OPTIONS_OF_THE_RUN, for which `async-grpo eval` has no flags, from a checkpoint's run."""
     options = _options_of(folder)
     shipped_estimators = choices_of(RunConfig.__dataclass_fields__["advantage_estimator"])
     if options.get("advantage_estimator") not in shipped_estimators:

@@ -102,7 +102,15 @@ def _evaluations(
 def _written(
     config: EvaluatorConfig, adapter: str, evaluated: str, name: str, result: dict[str, Any]
 ) -> dict[str, str]:
-    """Write the result of one file, and return the cells of the table."""
+    """Write the result of one file, and return the cells of the table.
+
+    Args:
+        config: The options of the evaluation.
+        adapter: Name of the evaluated adapter; "" if the model itself was evaluated.
+        evaluated: Path of the adapter or the model.
+        name: Name of the file of questions; "" if the user gave it no name.
+        result: The result of the evaluation.
+    """
     from async_grpo.cluster.remote_experience import write_evaluation
 
     # The engines number their weights from 0. Replace these numbers in the results by the training step of the weights

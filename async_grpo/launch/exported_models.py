@@ -76,7 +76,15 @@ def export_checkpoint(
 
 
 def _export_flow_checkpoint(folder: Path, manifest: Manifest, source: str, target: Path, dtype: str) -> None:
-    """Write a policy that draws as a folder of diffusers, with its LoRA adapter added to the weights."""
+    """Write a policy that draws as a folder of diffusers, with its LoRA adapter added to the weights.
+
+    Args:
+        folder: Folder of the checkpoint.
+        manifest: Its manifest.
+        source: Folder of the model with which the run began.
+        target: The folder to write.
+        dtype: Name of the dtype of the written weights.
+    """
     flow_folder = read_flow_folder(source)
     policy: Any = FlowPolicy.of_folder(flow_folder, num_steps=1, noise_level=0.0)
     settings = _settings_of(folder, manifest)
@@ -146,12 +154,12 @@ def _settings_of(folder: Path, manifest: Manifest) -> LoraSettings | None:
 
 
 def _policy(source: str, settings: LoraSettings | None, *, has_critic: bool) -> PolicyModel:
-    """Return the policy of a model folder in float32, with an adapter if there are settings of one."""
+    """Return the policy with the model in the folder `source`, in float32, and an adapter if there are settings of one."""
     model = load_causal_lm(source, "float32")
     if settings is not None:
         add_lora(model, settings)
-        # Creates the adapter, because values can be loaded only into an existing one. The checkpoint's values then
-        # replace these
+        # Values can be loaded only into adapters that have values already. So give them initial values here, which the
+        # caller replaces
         fill_lora(model, settings, seed=0, device=CPU)
         # An adapter that was trained on a base in 4 bits fits only these values of the base
         put_in_four_bits(model, settings.four_bit_layers, torch.float32)

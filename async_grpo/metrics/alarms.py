@@ -77,6 +77,11 @@ def _exhausted_rewards(lines: Sequence[Line], then: Sequence[Line], now: Sequenc
     """Return alarms about rewards that varied earlier, but that nearly all samples earn now.
 
     A run with a single reward gets no such alarm.
+
+    Args:
+        lines: The metrics lines of all steps that are compared.
+        then: Those of the earlier window.
+        now: Those of the recent window.
     """
     if not lines:
         return []
@@ -149,7 +154,7 @@ class _Comparison(NamedTuple):
 
 
 def _compare(key: str, then: Sequence[Line], now: Sequence[Line]) -> _Comparison:
-    """Compare the mean of a metric over two windows of lines."""
+    """Compare the means of a metric over the metrics lines of an earlier window (`then`) and a recent one (`now`)."""
     values_then = [line[key] for line in then if line.get(key) is not None]
     values_now = [line[key] for line in now if line.get(key) is not None]
     if min(len(values_then), len(values_now)) <= RECENT // 2:

@@ -1,6 +1,6 @@
 """Collect the spans of a run's timeline, and join them until they are few enough to be written with every step.
 
-A span is (lane, what, begin, end). The lane is the process or worker that was busy. `what` is its activity: "generate",
+A span is (lane, activity, begin, end). The lane is the process or worker that was busy. The activity is "generate",
 "score", "logprobs", "train", "sync", "save", "evaluate" or "wait". Begin and end are Unix times in seconds.
 """
 

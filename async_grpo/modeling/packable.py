@@ -129,8 +129,8 @@ def _check_layers(config: PreTrainedConfig) -> None:
     if layers == {"full_attention"}:
         return
     way_out = "use a model with full attention"
-    # If the types of layers have different kinds of positions, the way out "change the type of a layer" would also
-    # change its positions
+    # The second way out changes the types of layers. It is not offered if layers of different types have different kinds
+    # of rotary positions, because a layer's positions would change with its type
     rope_parameters = getattr(config, "rope_parameters", None) or {}
     has_rope_by_layer = any(isinstance(value, Mapping) for value in rope_parameters.values())
     if type(window) is int and layers <= {"full_attention", WINDOWED_LAYER} and not has_rope_by_layer:

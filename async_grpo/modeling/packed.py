@@ -87,6 +87,7 @@ class Packing:
         self.rows = indices(rows)  # (F,): row of each input
         # (N,): row of each token; 0 for a token that is not an input of the model
         self.rows_of_tokens = indices(rows_of_tokens)
+        # The inputs with equal states share a row. The first of them is the one that is computed
         self.firsts = indices(firsts)  # (M,): index of each row's first input among the F inputs
         self.tokens = indices(inputs[firsts])  # (M,): index of each row's first input among the N tokens
         self.position_ids = indices(offsets[firsts])  # (M,): position of each row in its sequence, from 0

@@ -56,9 +56,9 @@ class Passes:
         self._pass_number = 1
         # Messages of the current later pass that are not returned yet
         self._repeated: deque[Message] = deque()
-        # Messages that wait for the end of the batch: requests for a checkpoint, and with `late_workers_wait` also
-        # workers that joined. Only then do the engines have the trainer's weights, and are the groups alive those that
-        # a resumed run has to train
+        # Messages that wait for the end of the batch: requests for a checkpoint, because only then do the engines have
+        # the trainer's weights, and because the groups that are alive then are those that a resumed run has to train.
+        # With `late_workers_wait`, also the messages about workers that joined
         self._requests: deque[Message] = deque()
         self.start = source.start
 

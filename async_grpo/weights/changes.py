@@ -152,7 +152,7 @@ def _compressed(base_words: np.ndarray, new_words: np.ndarray) -> np.ndarray:
     """Return the compressed differences of two arrays of words (n,), as bytes (m,) uint8 with even m."""
     differences = (new_words - base_words).view(np.uint8)
     planes = b"".join(differences[lane::LANES].tobytes() for lane in range(LANES))
-    # Z_RLE looks only for repeated bytes. Differences contain no longer repetitions, and searching for them takes time
+    # Z_RLE looks only for runs of one byte. Differences hardly contain other repetitions, and a search for them takes time
     compressor = zlib.compressobj(level=1, wbits=RAW_DEFLATE, strategy=zlib.Z_RLE)
     compressed = compressor.compress(planes) + compressor.flush()
     return np.frombuffer(compressed + bytes(len(compressed) % WORD.itemsize), np.uint8)

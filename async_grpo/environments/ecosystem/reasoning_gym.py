@@ -107,7 +107,15 @@ class ReasoningGym(Environment):
 
 
 def _weights(environment: str, levels: int) -> dict[str, float]:
-    """Return the weight of each kind of tasks that `environment` lists."""
+    """Return the weight of each kind of tasks.
+
+    Args:
+        environment: The kinds of tasks with their weights, as in "NAME=2,NAME"; the weight is 1 by default.
+        levels: Number of levels of difficulty; 0 for tasks without levels. With levels, each kind needs a curriculum.
+
+    Raises:
+        ConfigurationError: A kind is unknown or has no curriculum, or a weight is no positive number.
+    """
     weights = {}
     for part in environment.split(","):
         name, _, weight = part.strip().partition("=")

@@ -366,7 +366,7 @@ def _chat_request_of(body: bytes) -> tuple[ChatRequest, list[dict[str, Any]], li
 
 
 def _completion_request_of(body: bytes, context_tokens: int) -> tuple[CompletionRequest, list[str]]:
-    """Return the parsed request, and the names of its ignored fields."""
+    """Return the parsed request, with at most `context_tokens` token ids, and the names of its ignored fields."""
     fields = parsed_body(body, max_token_ids=context_tokens)
     return validated(CompletionRequest, fields), ignored_fields(fields)
 

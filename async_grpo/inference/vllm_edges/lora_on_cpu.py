@@ -74,7 +74,13 @@ class GroupedPunica(PunicaWrapperCPU):
     def _views_of_slot(
         self, slot: int, lora_a_stacked: tuple[torch.Tensor, ...], lora_b_stacked: tuple[torch.Tensor, ...]
     ) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Return views of the transposed matrices A (in, rank) and B (rank, width) of each part of a layer."""
+        """Return views of the transposed matrices A (in, rank) and B (rank, width) of each part of a layer.
+
+        Args:
+            slot: Index of the adapter in the stacked matrices.
+            lora_a_stacked: See `add_lora_linear`.
+            lora_b_stacked: See `add_lora_linear`.
+        """
         key = (id(lora_a_stacked), slot)
         if key not in self._views:
             self._stacked += [lora_a_stacked, lora_b_stacked]

@@ -17,11 +17,11 @@ from async_grpo.weights.read_back import place_of
 def by_received_names(
     model: torch.nn.Module, used: Mapping[str, int], names: Iterable[str]
 ) -> dict[str, int]:
-    """Return fingerprints by the places of the received names.
+    """Return fingerprints with their places named as in transformers, as the received tensors are.
 
     Args:
         model: vLLM's model. If it reads only texts, its names are those of transformers, and the result is `used`.
-        used: Fingerprints by vLLM's places (`weights_in_use.fingerprints_in_use`).
+        used: Fingerprints with their places named as in vLLM (`weights_in_use.fingerprints_in_use`).
         names: Names of the tensors that the engine has received.
     """
     mapper = getattr(model, "hf_to_vllm_mapper", None)

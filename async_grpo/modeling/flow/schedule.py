@@ -26,7 +26,10 @@ class FlowSchedule:
 
     @property
     def t_max(self) -> float:
-        """Return the largest time with its own noise scale. Larger times get the same; see `algorithm.flow.sde`."""
+        """Return the largest time that has a noise scale of its own. All times above it share its scale.
+
+        See `algorithm.flow.sde`.
+        """
         return min(self.sigmas[0], self.sigmas[1]) if self.num_steps > 1 else 0.5
 
     def times(self, steps: Int64[Tensor, " steps"]) -> "StepTimes":

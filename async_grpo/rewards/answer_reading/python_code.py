@@ -71,9 +71,9 @@ def python_code_of(text: str, prelude: str = "", calls: Sequence[str] = (), is_p
     last = answering[-1] if answering else len(blocks) - 1
     if not answering:
         answering = _answering(contents, functions)
-    # Choose the last block that answers and is not an example of use
-    complete = [position for position in answering if not contents[position].missing_names & names_elsewhere]
-    position = complete[-1] if complete else last
+    # Choose the last block that answers and is not an example of use, which would need names of other blocks
+    answers = [position for position in answering if not contents[position].missing_names & names_elsewhere]
+    position = answers[-1] if answers else last
     needed_names = contents[position].missing_names | (tested_names - contents[position].definitions)
     return _joined(position, blocks, contents, needed_names & names_elsewhere)
 

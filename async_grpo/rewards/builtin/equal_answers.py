@@ -99,7 +99,8 @@ def _equal_expressions(gold: Any, answer: Any) -> bool:
     gold_inequalities = _inequalities(exact_gold)
     if gold_inequalities and _in_order(gold_inequalities) == _in_order(_inequalities(exact_answer)):
         return True
-    # A word has become a single variable here. math-verify compares its letters, so this is left to math-verify
+    # Expressions that are a single symbol are left to math-verify: such a symbol may stand for a word, whose letters
+    # math-verify compares
     are_formulas = all(
         isinstance(part, sympy.Expr) and not part.is_Symbol for part in (exact_gold, exact_answer)
     )

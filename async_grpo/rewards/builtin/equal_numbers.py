@@ -13,7 +13,8 @@ import sympy
 PRECISION_DIGITS = 40  # number of digits to which irrational numbers must agree
 WORKING_DIGITS = 60  # number of digits to which irrational numbers are computed
 QUICK_DIGITS = 15  # number of digits to which irrational numbers are computed at first
-SURE_RELATIVE_DIFFERENCE = 1e-6  # two numbers that differ by more than twice this are not computed further
+# If two numbers differ by more than twice this share of the gold number, they are not computed to more digits
+SURE_RELATIVE_DIFFERENCE = 1e-6
 # Value of the first variable for a quick comparison. The value of each further variable is larger by STEP
 FIRST_VALUE = 1.37
 STEP = 0.61

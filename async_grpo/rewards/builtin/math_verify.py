@@ -57,8 +57,8 @@ _TEXT_IN_FONT = re.compile(rf"{FONT}\s?\{{(?:[^{{}}]|\{{[^{{}}]{{0,20}}\}}){{0,2
 _RELATION = re.compile(r"[=<>]|\\(?:to|implies|iff|approx|equiv|sim|[a-zA-Z]{0,20}arrow)(?![a-zA-Z])")
 _PLAIN_NUMBER = re.compile(r"\d+(?:\.\d+)?")
 _OTHER_CHARACTERS = re.compile(r"[^\t\n\r\x20-\x7e]")
-# Numbers separated only by white space, and the slash after them if the last one is part of a fraction. One possessive
-# match finds the slash, because a lookahead from each number to it would take quadratic time
+# Numbers separated only by white space, with the slash after them if there is one: then the last two numbers may be a mixed
+# number, as in `1 1/2`. The match is possessive, so that the search for the slash takes linear time
 _NUMBERS = re.compile(r"[\d\s]++/?")
 _GAP = re.compile(r"(?<=\d)[ \t]+(?=\d)")
 _DELIMITER = re.compile(r"(?<!\\)\$|\\[(\[]")  # opening delimiter of a formula

@@ -241,8 +241,9 @@ class Server:
 class Host(Protocol):
     """Interface of the object that answers the requests in a child process.
 
-    The first message of the parent process, the greeting, names under "host" a function that gets the greeting, and
-    returns whether this object is async, and a function that creates it. For rewards, it is `hosted_reward`.
+    The first message of the parent process is the greeting. Under "host", it names a function that gets the greeting and
+    returns two things: whether this object is async, and a function that creates it. For rewards, the named function is
+    `hosted_reward`.
     """
 
     traits: AdapterTraits

@@ -86,7 +86,7 @@ class _Mention:
     has_verb: bool  # the separator contains the word "is"
 
     def opened(self) -> int:
-        """Return the position after opening brackets, which are accepted only after a sign or the word "is"."""
+        """Return the position of the number. Brackets may open before it, but only after a sign or the word "is"."""
         if not self.has_sign and not self.has_verb:
             return self.begin
         opening = _OPENING.match(self.text, self.begin)

@@ -60,7 +60,7 @@ def _operator(name: str, *, gives_object: bool, reflected: bool = False) -> Any:
         operands = (*other_operands, self) if reflected else (self, *other_operands)
         if not any(isinstance(operand, Proxy) for operand in other_operands):
             value = self._value
-            # Ask if the plain value is not known yet, or if the tested code may have changed it
+            # Ask for the plain value if it is a container, which the tested code may have changed, or is not known yet
             if isinstance(value, Proxy | list | dict | set):
                 value = self._ask("plain", self)
                 object.__setattr__(self, "_value", value)

@@ -131,7 +131,7 @@ class Solution(dict[str, Any]):
 
         Args:
             bases_by_name: The exception class and all classes that it is derived from (see `_bases_by_name`).
-            name: Name of the class to represent. None means the exception class, which is the first of them.
+            name: Name of the class among them to represent; None means the exception class itself.
         """
         if name is None:
             name = next(iter(bases_by_name), "Exception")

@@ -165,7 +165,7 @@ def task_row(task: Any, split: str) -> dict[str, Any]:
 
 
 def main(mode: str, name: str, options_json: str, split: str = "") -> None:
-    """Run one of the commands in this module's docstring."""
+    """Run one of the commands in this module's docstring. `mode` is "rows" or "play"."""
     # Standard output is reserved for rows. Text that environments print goes to standard error
     rows_file = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
