@@ -294,7 +294,8 @@ def _model(path: str, settings: SharedRunSettings, device: torch.device) -> tupl
         add_lora(model, settings.lora)
         put_in_four_bits(model, four_bit_layers, dtype)
         model.to(dtype)
-    if not is_empty:  # the adapters are empty, and cannot be moved
+    if not is_empty:
+        # `to` would fail, because the adapters are empty ("meta") and cannot be moved
         model._apply(lambda tensor: tensor if tensor.is_meta else tensor.to(device))
     return model, is_empty
 

@@ -137,7 +137,7 @@ def settings_of_folder(folder: Path, model_path: str, sync: str) -> LoraSettings
 
 
 def _has_part(model_path: str, name: str) -> bool:
-    """Return whether a part of a path is this model name. The hub's cache has paths such as "models--Qwen--Qwen3-4B"."""
+    """Return whether a folder in a path has this model name, which in the hub's cache is "models--Qwen--Qwen3-4B"."""
     return any(part == name or part.endswith(f"--{name}") for part in Path(model_path).parts)
 
 

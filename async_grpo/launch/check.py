@@ -156,7 +156,7 @@ def _check_in_warm_process(config: LocalConfig, early: EarlyStart) -> Checked:
         f"--result-file={result}",
     ]
     deadline = time.monotonic() + config.start_timeout_s
-    # In a new session, so that Ctrl-C reaches only this process. At the end of `early_start`, it ends the other process
+    # Start a new session, so that Ctrl-C reaches only this process, which ends the started one when `early_start` ends
     process = subprocess.Popen(command, env=early.variables, start_new_session=True)
     while process.poll() is None:
         early.supervisor.check()

@@ -134,7 +134,10 @@ def stated_words(text: str) -> str | None:
 
 
 def _with_whole_sides(text: str, formula: Formula) -> Formula:
-    """Return the formula, or only its right side if words before it may be a part of the left one: "2 times 3 = 6"."""
+    """Return the formula, or only its right side if its left side may begin before it.
+
+    In "2 times 3 = 6", the formula is `3 = 6`, but "2 times" is a part of its left side.
+    """
     left_side, equals, right_side = formula.text.rpartition("=")
     is_delimited = formula.end - formula.begin > len(formula.text)
     if not equals or is_delimited or arithmetic_value(left_side.rpartition("=")[2]) is None:

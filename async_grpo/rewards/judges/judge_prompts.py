@@ -63,7 +63,7 @@ def completion_of(sample: Mapping[str, Any]) -> str:
     """Return the completion without trailing end tokens and with other control tokens broken (see `harmless`).
 
     Raises:
-        ConfigurationError: The policy drew the sample, which has no text (see `refuse_unseen_picture`).
+        ConfigurationError: The policy drew the sample, so the completion has no text (see `refuse_unseen_picture`).
     """
     refuse_unseen_picture(sample)
     text = str(column(sample, "completion"))
