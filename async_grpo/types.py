@@ -288,7 +288,7 @@ class Sample:
     def pieces(self) -> list[tuple[np.ndarray, slice]]:
         """Return for each turn, in the order of `turns`, the tokens (E,) int32 before it and the slice of its own tokens.
 
-        An answer counts as one turn after the prompt. If the policy draws, the first token stands for the whole prompt.
+        An answer counts as one turn after the prompt. With a `condition`, the first token stands for the whole prompt.
         """
         turns = self.completion.turns
         if not turns:

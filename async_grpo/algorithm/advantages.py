@@ -74,7 +74,7 @@ class Estimator:
         group_local: The advantages of a group depend on that group alone, so they are computed as soon as the group is
             complete. An estimator without this property is "batch-coupled": it needs all groups of the minibatch.
         outcome: The estimator accepts one score per sample, placed on the row's last unmasked token.
-        process: The result depends on which token a reward is placed on.
+        process: The estimator accepts process rewards, which are placed on any unmasked tokens of the row.
         flat_between_rewards: All tokens after one reward, up to and including the token of the next reward, get the
             same advantage, unless the option `gamma` discounts. So the caller may pass a single column for all of these
             tokens (see `mask` of `__call__`). A sample with a single reward has the same advantage at all tokens.
@@ -319,7 +319,7 @@ ADVANTAGE_ESTIMATORS: dict[str, Estimator] = {
         process=True,
         inputs={"turns": processes.turn_numbers, "states": processes.turn_states},
     ),
-    # The name is TEACHER_ALONE of `teacher_config`
+    # The name is TEACHER_ALONE of `teacher_config`. It accepts rewards of every kind, and ignores them
     "teacher": Estimator(
         outcomes.no_advantage,
         group_local=True,

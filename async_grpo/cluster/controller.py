@@ -152,7 +152,10 @@ class RunController:
         return members
 
     def _receivers(self, of_reference: bool) -> list[RegisteredWorkers]:
-        """Return the registries of the workers that get the reference's weights (True) or the policy's weights (False)."""
+        """Return the registries of the workers that get the reference's weights (True) or the policy's weights (False).
+
+        The policy's registries include those of teachers, whose weights never change: their `begin_sync` returns no worker.
+        """
         receivers: list[RegisteredWorkers] = []
         for kind, workers in self._workers_by_kind.items():
             if (kind == REFERENCE) == of_reference:

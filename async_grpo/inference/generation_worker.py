@@ -195,9 +195,9 @@ class GenerationWorker:
 
     async def _complete(self, request: EngineRequest, images: ImageRequest | None) -> Completion:
         self._refuse_if_not_ready()
-        # The salt names the weights, so that vLLM does not reuse a cached prefix that other weights computed. Weights do
-        # not change while this has the lock, and vLLM must get the request before they change again. So the prompt is
-        # already in vLLM's internal form (`tokens_input`). Any other form would be converted in a thread, which takes time
+        # The salt names the weights, so that vLLM does not reuse a cached prefix that other weights computed. The lock
+        # waits for the end of an update. No other update can begin before vLLM has the request, because no other task runs
+        # until then: vLLM sends a prompt in its internal form (`tokens_input`) at once. It converts other forms in a thread
         async with self._update_lock:
             salt = f"{self._num_starts}/{self.policy_version}"
             if images is None:

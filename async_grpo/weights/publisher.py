@@ -189,8 +189,7 @@ class Publisher:
                 # Each round also sends the original values of the tensors that the round before has changed
                 names_to_send = changed_before | names
                 weights_to_send = {name: weight for name, weight in weights.items() if name in names_to_send}
-                # When this returns, the changed weights have been copied or sent. So the block may end, which restores
-                # the original values
+                # Once this returns, the weights are copied or sent, so the end of the block may restore the originals
                 prove = self._transact(changed, weights_to_send)
                 wait_for_proof = self._finish_in_thread(prove)
             changed_before = names
@@ -205,8 +204,9 @@ class Publisher:
 
         A package without tensors asks for the engines' log-probs of the canary texts. In bfloat16 or with
         `--canary-tolerance`, the answer is always False: the canary may miss a lost tensor there, so the read-back must
-        find it. For that, engines must first receive the weights that they already have, because the read-back ignores a
-        module that differs after its first weights (`ReadBack`). Late workers are not asked: their weights are older.
+        find it. A module that differs after the first weights that it receives counts as unreadable, and is ignored from
+        then on (`ReadBack`). So the first weights must be those that the engine already has: then a module that loses
+        them does not differ, and the loss of later weights is found. Late workers are not asked: their weights are older.
         """
         # Engines of a run with an adapter compute nothing before the first sync has brought it
         has_adapter = self.named_updates is not None
