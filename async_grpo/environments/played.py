@@ -137,7 +137,7 @@ class Played:
         return await self._generation.take_stats()
 
     async def start(self) -> None:
-        """Start the resource that the program needs, and check the parsers that the user named.
+        """Start the resource that the rollout program needs, and check the parsers of answers that the user named.
 
         Raises:
             ConfigurationError: The resource cannot be started, or there is no such parser.
@@ -147,7 +147,10 @@ class Played:
             await self._needs.start()
 
     async def close(self) -> None:
-        """Close the resource that the program needs, and end the processes of the parsers and grammars."""
+        """Close the resource that the rollout program needs, and end the processes of `chat`.
+
+        These parse the policy's answers, and make the grammars that restrict them.
+        """
         await self._chat.reader.close()
         await self._chat.grammars.close()
         if self._needs is not None:

@@ -70,7 +70,8 @@ class TrajectoryRecorder:
         }
         self._sequences: list[TrajectorySequence] = []
         self._history = SampledHistory()
-        self._latest_requests: dict[int, int] = {}  # see `abandoned_numbers`
+        # Number of a turn -> number of turns that were recorded when the latest request with this turn's message arrived
+        self._latest_requests: dict[int, int] = {}
 
     @property
     def num_rewritten(self) -> int:

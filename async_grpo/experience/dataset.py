@@ -141,7 +141,7 @@ class PromptCursor:
         self.retired: set[int] = set()  # indices of the retired questions in the data set
         self._num_drawn = 0
         self._epoch = 0  # number of epochs begun
-        # indices of this epoch's questions that are still to come, in reverse order
+        # indices of this epoch's questions that are still to come; the last entry is drawn next
         self._remaining: list[int] = []
 
     def __iter__(self) -> Iterator[Prompt]:
@@ -162,7 +162,7 @@ class PromptCursor:
         return self.curriculum is None or self.curriculum.admits(self.questions[question].row)
 
     def _order(self, epoch: int) -> list[int]:
-        """Return the indices of an epoch's questions, in reverse order."""
+        """Return the indices of an epoch's questions in a random order. The last entry is drawn first."""
         return np.random.default_rng((self.seed, epoch)).permutation(len(self.questions))[::-1].tolist()
 
     def prompt(self, ordinal: int, place: int) -> Prompt:

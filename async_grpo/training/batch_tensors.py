@@ -67,7 +67,7 @@ class BatchTensors:
     image_inputs: ImageInputs | None = None
     # Set if the policy draws; see `MicroBatch.latents`
     latents: Float[Tensor, "packed states channels height width"] | None
-    conditions: tuple[tuple[np.ndarray, ...], ...]  # see `MicroBatch.conditions`
+    conditions: tuple[tuple[np.ndarray, ...], ...]  # embeddings of each sequence's prompt, or ()
 
     def __init__(self, batch: MicroBatch, device: torch.device) -> None:
         def row(values: np.ndarray) -> Tensor:

@@ -12,8 +12,8 @@ POLICIES = (TEXT, FLOW)
 FLOW_GRPO = "flow_grpo"  # trains on denoising steps
 DIFFUSION_NFT = "diffusion_nft"  # trains on finished pictures
 FLOW_LOSSES = (FLOW_GRPO, DIFFUSION_NFT)
-ADAPTIVE = "adaptive"  # see `nft.branch_losses`
-VELOCITY = "velocity"
+ADAPTIVE = "adaptive"  # squared error of the predicted picture, divided by its mean absolute error
+VELOCITY = "velocity"  # squared error of the velocity
 WEIGHTINGS = (ADAPTIVE, VELOCITY)
 
 _drawing = partial(option, panel="Drawing", portable=True)

@@ -50,10 +50,10 @@ def flow_canary_logprobs(
 def _fixed_latents(
     policy: FlowPolicy, text: Int[np.ndarray, " _tokens"]
 ) -> Float32[Tensor, "_tokens 2 channels height width"]:
-    """Return fixed states before and after the steps of a text, the same in every process.
+    """Return fixed states of a picture before and after each denoising step of a canary text, the same in every process.
 
-    They are drawn like those of a policy whose velocity is fixed and random. So the log-probs under the trained policy
-    have a moderate size, whatever the length of a step is.
+    The states after the steps are drawn with a fixed random velocity in place of the policy's. With its own velocity,
+    the policy then gives them log-probs of moderate size, for short and for long steps.
     """
     random = _random_of(text)
     shape = (len(text), *policy.latent_shape)
