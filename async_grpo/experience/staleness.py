@@ -26,8 +26,9 @@ these steps contain (S + 1) // C whole cycles. (A worker that joins within a cyc
 are younger, so the bound holds for them, too.) So at most (S + 1) // C * K groups may be alive, and `slack` is the part of
 this number that `capacity` leaves unused.
 
-Why this bounds the age with several passes: cycles and steps are numbered from 0. When version v is live, the groups of the
-first v // C cycles are no longer alive. So a group that is admitted now is due in a cycle with a number below
+Why this bounds the age with several passes: cycles and steps are numbered from 0. When version v is live, the K * (v // C)
+groups of the first v // C cycles are no longer alive. As above, a group i that is admitted now therefore has
+i + slack < K * (v // C + (S + 1) // C). A cycle trains K groups, so the group is due in a cycle with a number below
 v // C + (S + 1) // C. Cycle c ends before step (c + 1) * C. So every step that trains the group is below
 (v // C + (S + 1) // C) * C, which is at most v + S + 1: no pass trains a token that is more than S steps old.
 """

@@ -174,8 +174,9 @@ class LoopWatch:
             if has_new_turn:
                 beats = self._beats
                 own_delay_s = 0.0
-                # These should be the CPU times at the turn's start. The heartbeat read them there for the loop's thread and
-                # for the process. Read only here, they could include a call of this turn that kept Python's lock
+                # The CPU times at the start of the turn. For the loop's thread and for the process, the heartbeat has read
+                # them there. If they were read here, after the turn has begun, they could already include the time of a
+                # call that kept Python's lock
                 threads_at_beat = _thread_times() | {self._thread_id: self._thread_cpu_at_beat_s}
                 cpu_at_beat_s = self._cpu_at_beat_s
                 # The watching thread's wait may have begun before the turn, so count only its delay within the turn

@@ -59,7 +59,8 @@ class ModelExporter:
     # Settings of the adapter that is trained; None if all weights are trained
     lora: LoraSettings | None = None
     folder_name: str = "hf_format"  # name of the folder of all exports, in the folder of the run
-    # Called on every rank after an export with its number of samples; it may save what belongs to it
+    # Called on every rank after each export, with the number of samples that were trained before it. The function may
+    # save data that belongs to the export, such as a critic
     also_save: Callable[[int], Any] = lambda samples: None
     # Within this context, the policy has the weights to export, if these are not the trained ones
     in_place: Callable[[], AbstractContextManager[None]] = nullcontext

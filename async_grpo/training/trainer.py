@@ -207,8 +207,8 @@ class Trainer:
             self.checkpointer.wait()
 
     def _save_if_due(self) -> None:
-        # Between the passes over a batch, the engines do not have the trainer's weights, and a resumed run could not
-        # continue
+        # Between the passes over a batch, the engines do not have the trainer's weights, so a run could not be resumed from
+        # a checkpoint of this step
         if not self.plan.ends_cycle(self.version):
             return
         # Save no checkpoint here after the last step, because `_finish` saves it

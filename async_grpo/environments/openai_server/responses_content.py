@@ -26,7 +26,8 @@ class InputImage(BaseModel):
     """An image part, for models that read images. Its `detail` is ignored: the model's processor sets the size."""
 
     type: Literal["input_image"]
-    # Checked before the address, because a part with the id of a file has no address
+    # Declared before `image_url`, so that the first error of a part with the id of a file is about the id. Such a part
+    # also lacks the URL
     file_id: Annotated[None, BeforeValidator(_refuse_file)] = None
     image_url: str
 

@@ -36,16 +36,16 @@ def python_code_of(text: str, prelude: str = "", calls: Sequence[str] = (), is_p
        are considered if there are no others, and if they are valid Python nevertheless.
     2. If the tests are known, a block answers if it defines a name that they use, and runs as a program if they run one.
        If no block does, or if there are no tests, a block answers if it defines a function or a class, prints, or
-       redefines another block's function by a lambda or an import. Sessions with ">>>" only answer if there are no
-       other blocks.
-    3. The last block that answers is returned, preferably one that is fenced as Python. Examples of use are skipped: an
-       example needs a name that only another block defines. If no block is left, the last one is returned.
-    4. If the block needs names that other blocks define, these blocks are put before it.
+       redefines another block's function by a lambda or an import. Sessions with ">>>" only answer without other blocks.
+    3. The last block that answers is chosen, preferably one that is fenced as Python. A block that needs a name of
+       another block is skipped, because it is probably an example of use. If all are skipped, the last one is chosen.
+    4. If the chosen block, or a test, needs names that other blocks define, these blocks are put before the chosen one.
+       This happens if all were skipped, or if the tests use names of several blocks.
 
     Args:
         text: The completion without its thought.
-        prelude: Code that will be put before the result. It may define names that the answer needs, and the answer may
-            continue a block of it.
+        prelude: Code that will be put before the result. It may define names that the answer needs, and it may end with
+            the head of a function, whose body is the answer.
         calls: Tests that use the code.
         is_program: Whether a test runs the code as a program.
     """
