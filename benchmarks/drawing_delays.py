@@ -28,7 +28,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from async_grpo.data.digits import make_digits_model
+from async_grpo.data.digits import label_names
+from async_grpo.data.digits_model import make_digits_model
 
 HERE = Path(__file__).resolve().parent
 NUM_GROUPS = 16
@@ -65,7 +66,7 @@ def metrics_lines(
 ) -> list[dict[str, Any]]:
     """Return the metrics of the steps of one run, without those of its first `num_skipped` steps."""
     folder = Path(tempfile.mkdtemp(prefix="drawing-delays-"))
-    rows = [json.dumps({"input": str(digit)}) for digit in range(10)]
+    rows = [json.dumps({"input": name}) for name in label_names().values()]
     (folder / "rows.jsonl").write_text("\n".join(rows) + "\n")
     options = {
         "policy": "flow",

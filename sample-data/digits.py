@@ -1,18 +1,13 @@
-"""Handwritten digits, a small model that draws them, and a small network that reads them.
+"""Handwritten digits in two inks, and a small network that reads them.
 
 `digits.csv.gz` is the data set that scikit-learn ships: 1,797 gray pictures of 8 x 8 pixels (E. Alpaydin and C. Kaynak,
 "Optical Recognition of Handwritten Digits", UCI Machine Learning Repository, CC BY 4.0).
 
-The drawing model is a class-conditional DiT of 1.1 million parameters in the format of diffusers. It is trained by flow
-matching on pictures of which a part has a wrong label. So it draws well, but often draws another digit than it was
-asked for, and reinforcement learning has something to teach.
+A prompt of the drawing demo has two parts, an ink and a digit, such as "gray 7". `digits_model.py` trains the model that
+draws them.
 """
 
 import gzip
-import json
-import logging
-import math
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -23,26 +18,12 @@ from async_grpo.data import FOLDER
 DIGITS_FILE = FOLDER / "digits.csv.gz"
 READER_FILE = FOLDER / "digit-reader.npz"
 SIZE = 8  # height and width of a picture, in pixels
-NUM_LABELS = 10
+NUM_DIGITS = 10
+WHITE = "white"  # as in the data set
+GRAY = "gray"  # half as bright
+INKS = (WHITE, GRAY)
+GRAY_BRIGHTNESS = 0.5
 HIGHEST_PIXEL = 16
-# Part of the labels that are replaced by random ones when the drawing model is trained
-WRONG_LABELS = 0.4
-MODEL_CONFIG = {
-    "num_attention_heads": 4,
-    "attention_head_dim": 32,
-    "in_channels": 1,
-    "num_layers": 3,
-    "sample_size": SIZE,
-    "patch_size": 4,
-    "num_embeds_ada_norm": NUM_LABELS,
-}
-NUM_TRAINING_STEPS = 1500
-BATCH_SIZE = 64
-LEARNING_RATE = 1e-3
-LOG_EVERY = 200
-# Changes with the recipe above, so that a model of another recipe is not taken from the cache
-RECIPE = "digits-v1"
-log = logging.getLogger(__name__)
 
 
 def read_digits() -> tuple[np.ndarray, np.ndarray]:
@@ -53,97 +34,27 @@ def read_digits() -> tuple[np.ndarray, np.ndarray]:
     return 2 * pixels / HIGHEST_PIXEL - 1, table[:, -1].astype(np.int64)
 
 
-def cached_digits_model() -> Path:
-    """Return the folder of the drawing model in the user's cache. The first call trains it, in one to two minutes.
+def gray_of(white_pictures: Any) -> Any:
+    """Return pictures in white ink, an array or a tensor with values from -1 to 1, in gray ink."""
+    return GRAY_BRIGHTNESS * (white_pictures + 1) - 1
 
-    Raises:
-        ImportError: diffusers is not installed.
+
+def label_of(digit: Any, ink: Any) -> Any:
+    """Return the label of a digit in an ink, which is given by its number in INKS: numbers, or arrays of them."""
+    return digit * len(INKS) + ink
+
+
+def label_names() -> dict[int, str]:
+    """Return the prompt of each label.
+
+    >>> label_names()[label_of(7, 1)]
+    'gray 7'
     """
-    # Rewards import this module, too, and should not load more than they need
-    from async_grpo.data.smollm2 import cache_folder, locked
-
-    folder = cache_folder("digits-dit", RECIPE)
-    with locked(folder):
-        if not folder.is_dir():
-            make_digits_model(folder)
-    return folder
-
-
-def make_digits_model(
-    folder: Path, *, num_steps: int = NUM_TRAINING_STEPS, wrong_labels: float = WRONG_LABELS, seed: int = 0
-) -> float:
-    """Train the drawing model, and write its folder in the format of diffusers.
-
-    Args:
-        folder: The folder to write, which must not exist.
-        num_steps: Number of training steps; 0 writes a random model.
-        wrong_labels: Part of the labels that are replaced by random ones.
-        seed: Seed of the weights and of the training.
-
-    Returns:
-        The mean loss of the last 100 steps.
-
-    Raises:
-        ImportError: diffusers is not installed.
-    """
-    import diffusers
-    import torch
-
-    torch.manual_seed(seed)
-    model: Any = diffusers.DiTTransformer2DModel(**MODEL_CONFIG)
-    scheduler: Any = diffusers.FlowMatchEulerDiscreteScheduler()
-    loss = train_flow(model, scheduler, num_steps, wrong_labels, seed) if num_steps else math.nan
-    unfinished = folder.with_name(f".{folder.name}.unfinished")
-    shutil.rmtree(unfinished, ignore_errors=True)
-    model.save_pretrained(unfinished / "transformer")
-    scheduler.save_pretrained(unfinished / "scheduler")
-    index = {
-        "_class_name": "DiTPipeline",
-        "id2label": {str(digit): str(digit) for digit in range(NUM_LABELS)},
-        "scheduler": ["diffusers", "FlowMatchEulerDiscreteScheduler"],
-        "transformer": ["diffusers", "DiTTransformer2DModel"],
-        "vae": [None, None],
-    }
-    (unfinished / "model_index.json").write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
-    unfinished.rename(folder)
-    return loss
-
-
-def train_flow(model: Any, scheduler: Any, num_steps: int, wrong_labels: float, seed: int) -> float:
-    """Train a model to predict the velocity from pictures to noise (conditional flow matching, Lipman et al. 2022).
-
-    Returns:
-        The mean loss of the last 100 steps.
-    """
-    import torch
-
-    pictures, digits = (torch.from_numpy(array) for array in read_digits())
-    random = torch.Generator().manual_seed(seed)
-    is_wrong = torch.rand(len(digits), generator=random) < wrong_labels
-    random_digits = torch.randint(NUM_LABELS, digits.shape, generator=random)
-    labels = torch.where(is_wrong, random_digits, digits)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, weight_decay=0.0)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, LEARNING_RATE, total_steps=num_steps)
-    # Not in training mode, in which the model would drop labels for classifier-free guidance
-    model.eval()
-    losses = []
-    for step in range(num_steps):
-        rows = torch.randint(len(labels), (BATCH_SIZE,), generator=random)
-        x_0 = pictures[rows][:, None]
-        noise = torch.randn(x_0.shape, generator=random)
-        t = torch.rand(BATCH_SIZE, generator=random)
-        x_t = torch.lerp(x_0, noise, t[:, None, None, None])
-        timesteps = t * scheduler.config.num_train_timesteps
-        predicted = model(x_t, timestep=timesteps, class_labels=labels[rows]).sample
-        loss = (predicted - (noise - x_0)).square().mean()
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        schedule.step()
-        losses.append(loss.item())
-        if (step + 1) % LOG_EVERY == 0:
-            log.info("step %d of %d: loss %.3f", step + 1, num_steps, np.mean(losses[-LOG_EVERY:]))
-    return float(np.mean(losses[-100:]))
+    names = {}
+    for digit in range(NUM_DIGITS):
+        for number, ink in enumerate(INKS):
+            names[label_of(digit, number)] = f"{ink} {digit}"
+    return names
 
 
 class DigitReader:
@@ -198,7 +109,7 @@ def train_reader(path: Path, *, num_hidden: int = 96, num_steps: int = 3000, see
     held_out = order[: len(order) // 4]
     training = order[len(order) // 4 :]
     hidden_layer = torch.nn.Linear(SIZE * SIZE, num_hidden)
-    head = torch.nn.Linear(num_hidden, NUM_LABELS)
+    head = torch.nn.Linear(num_hidden, NUM_DIGITS)
     network = torch.nn.Sequential(hidden_layer, torch.nn.ReLU(), head)
     optimizer = torch.optim.AdamW(network.parameters(), lr=2e-3, weight_decay=0.05)
     for _ in range(num_steps):

@@ -1,4 +1,4 @@
-"""Train the small model that draws digits, or the network that reads drawn digits (the reader).
+"""Train the small model that draws digits in two inks, or the network that reads drawn digits (the reader).
 
 python scripts/create_flow_model.py                          # the model, once per machine, into the user's cache
 python scripts/create_flow_model.py --output digits-model    # the model, into a folder
@@ -11,7 +11,7 @@ from typing import Annotated
 
 import typer
 
-from async_grpo.data import digits
+from async_grpo.data import digits, digits_model
 
 
 def main(
@@ -28,9 +28,9 @@ def main(
         print(f"{reader}: reads {accuracy:.1%} of held-out digits")
         return
     if output is None:
-        print(digits.cached_digits_model())
+        print(digits_model.cached_digits_model())
         return
-    loss = digits.make_digits_model(output, seed=seed)
+    loss = digits_model.make_digits_model(output, seed=seed)
     print(f"{output}: loss {loss:.3f}")
 
 

@@ -4,6 +4,7 @@ import importlib.util
 import json
 import logging
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,8 @@ from async_grpo.data import (
     COUNTDOWN_HELDOUT,
     COUNTDOWN_TRAIN,
     DIGIT_REWARDS,
-    DIGITS,
+    DIGITS_HELDOUT,
+    DIGITS_TRAIN,
     GUESS_HELDOUT,
     GUESS_MODEL,
     GUESS_TRAIN,
@@ -43,6 +45,9 @@ GUESS = "guess"
 CAPITALS = "capitals"
 DIGITS_TASK = "digits"
 SHAPES_TASK = "shapes"
+# Names of the two evaluations of the digits: prompts that the model is trained on, and prompts that it never is
+TRAINED = "trained"
+HELD_OUT = "held_out"
 # Options of a run for each task. A task without `model_name_or_path` is for SmolLM2
 TASKS: dict[str, dict[str, Any]] = {
     COUNTDOWN: {
@@ -94,10 +99,10 @@ TASKS: dict[str, dict[str, Any]] = {
     DIGITS_TASK: {
         "policy": "flow",
         "engine": "drawing",
-        "data_path": str(DIGITS),
-        "eval_data_path": str(DIGITS),
-        "eval_samples": 16,
-        "reward_fns": f"{DIGIT_REWARDS}:read_digit",
+        "data_path": str(DIGITS_TRAIN),
+        "eval_data_path": f"{TRAINED}={DIGITS_TRAIN},{HELD_OUT}={DIGITS_HELDOUT}",
+        "eval_samples": 32,
+        "reward_fns": f"{DIGIT_REWARDS}:inked_digit",
         "verifiers_per_reward": 1,
         "evaluation_verifiers": 1,
         "num_training_batches": 60,
@@ -135,7 +140,11 @@ RESULTS = {
     COUNTDOWN: {"accuracy": "eval_countdown/answer_reward", "mean reward": "eval_avg_reward"},
     GUESS: {"mean reward": "eval_avg_reward"},
     CAPITALS: {"accuracy": "eval_regex/reward"},
-    DIGITS_TASK: {"read as the digit": "eval_read_digit/is_read", "mean reward": "eval_avg_reward"},
+    DIGITS_TASK: {
+        "read as the digit": "eval_inked_digit/digit_read",
+        "in the right ink": "eval_inked_digit/ink_seen",
+        "mean reward": "eval_avg_reward",
+    },
     SHAPES_TASK: {"accuracy": "eval_exact/reward"},
 }
 # Minimum number of steps for which curves are smoothed. In a shorter run, smoothing would hide what the model learns
@@ -166,8 +175,8 @@ class DemoConfig(Section):
     )
     draw: bool = option(
         False,
-        "Train a flow-matching model to draw digits that are read as the digit of the prompt. It needs "
-        "diffusers: pip install 'async-grpo[draw]'.",
+        "Train a flow-matching model to draw the digit of the prompt in the ink of the prompt, white or gray. It "
+        "needs diffusers: pip install 'async-grpo[draw]'.",
         "Demo",
     )
     flow_loss: str = option(
@@ -298,7 +307,7 @@ def _digits_model() -> Path:
     Raises:
         ConfigurationError: diffusers is not installed.
     """
-    from async_grpo.data.digits import cached_digits_model
+    from async_grpo.data.digits_model import cached_digits_model
 
     try:
         return cached_digits_model()
@@ -329,23 +338,10 @@ def _shapes() -> dict[str, str]:
 
 def _print_results(folder: Path, task: str, seconds: float) -> None:
     console = Console()
-    evaluations = [json.loads(line) for line in (folder / EVAL_FILE).read_text().splitlines()]
-    before = evaluations[0]
-    after = evaluations[-1]
-    tasks = f"{before['eval_num_questions']} held-out tasks"
-    if before["eval_num_samples"] != before["eval_num_questions"]:
-        tasks = f"{before['eval_num_samples']} completions of {tasks}"
-    header = f"{tasks}, temperature 1:"
-    if task == DIGITS_TASK:
-        header = (
-            f"{before['eval_num_samples']} pictures of {before['eval_num_questions']} digits, from new noise:"
-        )
-    console.print(header)
-    table = Table("", "before", "after")
-    for label, key in RESULTS[task].items():
-        if before.get(key) is not None and after.get(key) is not None:
-            table.add_row(label, f"{before[key]:.3f}", f"{after[key]:.3f}")
-    console.print(table)
+    lines = [json.loads(line) for line in (folder / EVAL_FILE).read_text().splitlines()]
+    for name in dict.fromkeys(line.get("file", "") for line in lines):
+        evaluations = [line for line in lines if line.get("file", "") == name]
+        _print_result(console, task, name, before=evaluations[0], after=evaluations[-1])
     if task == DIGITS_TASK:
         for sheet in write_picture_sheets(folder):
             console.print(f"pictures: {sheet}", soft_wrap=True, highlight=False)
@@ -363,3 +359,24 @@ def _print_results(folder: Path, task: str, seconds: float) -> None:
     console.print(f"{seconds:.0f} s in all")
     show_times(folder)
     console.print(f"samples before and after: {page}", soft_wrap=True, highlight=False)
+
+
+def _print_result(
+    console: Console, task: str, name: str, before: Mapping[str, Any], after: Mapping[str, Any]
+) -> None:
+    """Print the results of one evaluation file, before and after the training."""
+    num_questions = before["eval_num_questions"]
+    num_samples = before["eval_num_samples"]
+    tasks = f"{num_questions} held-out tasks"
+    if num_samples != num_questions:
+        tasks = f"{num_samples} completions of {tasks}"
+    header = f"{tasks}, temperature 1:"
+    if task == DIGITS_TASK:
+        prompts = "prompts that it was never trained on" if name == HELD_OUT else "trained prompts"
+        header = f"{num_samples} pictures of {num_questions} {prompts}, from new noise:"
+    console.print(header)
+    table = Table("", "before", "after")
+    for label, key in RESULTS[task].items():
+        if before.get(key) is not None and after.get(key) is not None:
+            table.add_row(label, f"{before[key]:.3f}", f"{after[key]:.3f}")
+    console.print(table)

@@ -16,7 +16,7 @@ import pytest
 from PIL import Image
 
 from async_grpo.data.digit_rewards import read_text
-from async_grpo.data.digits import read_digits
+from async_grpo.data.digits import gray_of, read_digits
 from async_grpo.errors import ConfigurationError
 from async_grpo.rewards.http.endpoint import BadReply
 from async_grpo.rewards.http.http_client import EndpointClient
@@ -29,9 +29,9 @@ URL = "http://127.0.0.1:1"
 
 
 def digit_picture(number: int) -> Image.Image:
-    """A handwritten digit of the data set."""
+    """A handwritten digit of the data set, in gray ink."""
     pictures, _ = read_digits()
-    return Image.fromarray(np.round(127.5 * (pictures[number] + 1)).astype(np.uint8))
+    return Image.fromarray(np.round(127.5 * (gray_of(pictures[number]) + 1)).astype(np.uint8))
 
 
 def as_sample(picture: Image.Image, **columns) -> dict:
@@ -100,15 +100,19 @@ async def test_the_example_server_reads_pictures_and_the_judge_compares_their_te
     try:
         for number in range(20):
             picture = digit_picture(number)
-            digit = read_text(picture)
-            num_read += digit == str(digits[number])
-            for text, reward in ((digit, 1.0), (f"No. {digit}", 1 / 4), (str((int(digit) + 1) % 10), 0.0)):
+            ink, digit = read_text(picture).split()
+            num_read += (ink, digit) == ("gray", str(digits[number]))
+            for text, reward in (
+                (f"Gray {digit}", 1.0),
+                (f"gray {(int(digit) + 1) % 10}", 4 / 5),
+                (f"white {digit}", 1 / 6),
+            ):
                 sample = as_sample(picture, text=text)
                 answer = await judge.score(sample, client, phase="train", deadline=time.monotonic() + 20)
                 assert answer["reward"] == pytest.approx(reward), (text, answer)
                 assert answer["is_exact"] == float(reward == 1)
         assert num_read >= 18  # the network reads one of them wrongly
-        broken = as_sample(picture, text="1") | {"drawn_pictures": ["AAAA"]}
+        broken = as_sample(picture, text="gray 1") | {"drawn_pictures": ["AAAA"]}
         with pytest.raises(BadReply, match="the scorer failed: UnidentifiedImageError"):
             await judge.score(broken, client, phase="train", deadline=time.monotonic() + 20)
     finally:
