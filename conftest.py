@@ -1,6 +1,7 @@
 """What all tests take for granted, also when `pytest` is called by hand; and the tiers of `scripts/test`."""
 
 import gc
+import json
 import os
 from collections import Counter
 from pathlib import Path
@@ -19,6 +20,10 @@ NEEDED = {
 for name, value in NEEDED.items():
     os.environ.setdefault(name, value)
 
+# Test functions (file::function) and the seconds that all their cases took together, for those that took SLOW_S or longer.
+# `scripts/test --all --record-durations` writes it
+DURATIONS_FILE = Path(__file__).parent / "tests" / "durations.json"
+SLOW_S = 1.0
 # Tier -> the marks of the tests that it leaves out. pyproject.toml describes the marks, and CONTRIBUTING.md the tiers
 TIERS = {"fast": ("exhaustive", "real", "slow"), "usual": ("exhaustive",), "all": ()}
 LEFT_OUT = pytest.StashKey[dict[str, int]]()
@@ -28,12 +33,47 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--tier", choices=list(TIERS), default="all", help="which tests are left out: scripts/test says it"
     )
+    parser.addoption(
+        "--record-durations",
+        action="store_true",
+        help=f"write the seconds of the tests that were run into {DURATIONS_FILE.name}",
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
     config.stash[LEFT_OUT] = {}
+    if config.getoption("--record-durations") and not hasattr(config, "workerinput"):
+        config.pluginmanager.register(DurationRecorder(), "record-durations")
     # Imports and tests that are collected stay. The garbage collector would visit all of them again and again
     gc.disable()
+
+
+def function_of(nodeid: str) -> str:
+    """Return the name of a test without that of its case: what `DURATIONS_FILE` is keyed by.
+
+    >>> function_of("tests/a/test_b.py::test_c[3::d]")
+    'tests/a/test_b.py::test_c'
+    """
+    return nodeid.partition("[")[0]
+
+
+class DurationRecorder:
+    """Adds up the seconds of each test function, and writes them at the end."""
+
+    def __init__(self) -> None:
+        self._seconds = Counter[str]()
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        self._seconds[function_of(report.nodeid)] += report.duration
+
+    def pytest_sessionfinish(self) -> None:
+        # A test that was not run keeps its earlier seconds, unless its file is gone
+        earlier = json.loads(DURATIONS_FILE.read_text())
+        seconds = {name: value for name, value in earlier.items() if Path(name.partition("::")[0]).exists()}
+        for name, value in self._seconds.items():
+            seconds[name] = round(value, 1)
+        slow = {name: value for name, value in sorted(seconds.items()) if value >= SLOW_S}
+        DURATIONS_FILE.write_text(json.dumps(slow, indent=0) + "\n")
 
 
 def pytest_collection_finish() -> None:
@@ -45,6 +85,10 @@ def pytest_collection_finish() -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leave out the tests that do not belong to the tier, and count them by the first of its marks that they have."""
     marks = TIERS[config.getoption("--tier")]
+    slow = json.loads(DURATIONS_FILE.read_text())
+    for item in items:
+        if function_of(item.nodeid) in slow:
+            item.add_marker("slow")
     mark_by_item = {
         item: next((mark for mark in marks if item.get_closest_marker(mark)), None) for item in items
     }
