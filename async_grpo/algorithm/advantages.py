@@ -191,16 +191,14 @@ class Estimator:
         readable = mask & candidates[:, None]  # tokens whose rewards and inputs must be finite
         used = mask & groups.participates  # tokens that count in the statistics and get advantages
 
-        # Masks of readable tokens only. The function gets them in place of the caller's masks, which may also select masked
-        # tokens and tokens of invalid rows
+        # The function gets masks of readable tokens only. The caller's masks may also select other tokens
         masks = reward_masks(options, rewards_by_name, readable)
         finite_rewards = {}
         for name, values in rewards_by_name.items():
             finite_rewards[name] = finite_values(name, values, masks[name])
         options |= self._finite_inputs(options, readable)
         if "step_mask" in options:
-            # An estimator with a `step_mask` has a single reward, whose mask this is
-            options["step_mask"] = masks.get(SINGLE_REWARD)
+            options["step_mask"] = masks.get(SINGLE_REWARD)  # such an estimator has a single reward
         if "masks" in options:
             options["masks"] = masks
         dtype = reduce(torch.promote_types, (values.dtype for values in rewards_by_name.values()))
