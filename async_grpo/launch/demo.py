@@ -372,7 +372,7 @@ def _print_result(
         tasks = f"{num_samples} completions of {tasks}"
     header = f"{tasks}, temperature 1:"
     if task == DIGITS_TASK:
-        prompts = "prompts that it was never trained on" if name == HELD_OUT else "trained prompts"
+        prompts = "held-out prompts" if name == HELD_OUT else "trained prompts"
         header = f"{num_samples} pictures of {num_questions} {prompts}, from new noise:"
     console.print(header)
     table = Table("", "before", "after")

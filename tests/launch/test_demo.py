@@ -297,8 +297,8 @@ def test_the_results_of_drawing_tell_trained_prompts_from_held_out_ones(tmp_path
             "file": name,
             "eval_num_samples": 16 * count,
             "eval_num_questions": count,
-            "eval_colored_digit/digit_read": reward,
-            "eval_colored_digit/color_seen": reward,
+            "eval_inked_digit/digit_read": reward,
+            "eval_inked_digit/ink_seen": reward,
             "eval_avg_reward": reward,
         }
         for step, rewards in ((0, (0.3, 0.2)), (60, (0.9, 0.8)))
@@ -310,9 +310,9 @@ def test_the_results_of_drawing_tell_trained_prompts_from_held_out_ones(tmp_path
         monkeypatch.setattr(demo_module, name, lambda _: None)
     monkeypatch.setattr(demo_module, "write_picture_sheets", lambda folder: [folder / "after.png"])
     demo_module._print_results(tmp_path, DIGITS_TASK, 100.0)
-    trained, held_out = capsys.readouterr().out.split(
-        "160 pictures of 10 prompts that it was never trained on"
-    )
+    trained, held_out = capsys.readouterr().out.split("160 pictures of 10 held-out prompts")
     assert "320 pictures of 20 trained prompts, from new noise:" in trained
+    for part in (trained, held_out):
+        assert "read as the digit" in part and "in the right ink" in part and "mean reward" in part
     assert "0.300" in trained and "0.900" in trained and "0.200" not in trained
     assert "0.200" in held_out and "0.800" in held_out and "after.png" in held_out
