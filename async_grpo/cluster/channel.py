@@ -251,9 +251,9 @@ class Channel:
             asyncio.get_running_loop().call_soon(self._flush)
 
     def _flush(self) -> None:
-        """Send the outbox now if the actor keeps the poller's message open.
+        """Send the outbox in a message of its own, if the poller's message is waiting in the actor for answers.
 
-        Otherwise, the poller sends it with its next message.
+        If there is no such message, do nothing: the poller sends its next message soon, with the outbox.
         """
         if self._is_waiting and self._outbox and not self.lost:
             self._exchange(waits=False)

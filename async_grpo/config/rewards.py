@@ -249,7 +249,7 @@ def _broken_roles(c: RunConfig, r: ResolvedRewards) -> BrokenRules:
 
 
 def _broken_budget(c: RunConfig, r: ResolvedRewards) -> BrokenRules:
-    """Find a judge budget without paid judges, or without the fallbacks that its policy needs."""
+    """Find a judge budget without paid judges, or without the fallbacks that `--judge-budget-policy fallback` needs."""
     if r.everyone and not r.paid:
         yield (
             "judge_budget",

@@ -308,6 +308,7 @@ class ExperienceBatcher:
         if not self.advantages.estimator.ignores_rewards:
             refuse_unscored(complete.step, complete.groups)
         self.rollouts.refuse_untaught(complete.step, complete.groups)
+        # `last_step` is the last step of the minibatch's cycle, after which the engines get new weights
         version_after_cycle = self.plan.last_step(complete.step) + 1
         trained_groups = self._trained_groups.setdefault(version_after_cycle, [])
         trained_groups += [group.sequence_number for group in complete.groups]

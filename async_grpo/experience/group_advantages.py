@@ -138,7 +138,8 @@ class GroupAdvantages:
 
         Args:
             groups: The groups of a minibatch. A single group is enough if the estimator compares only within a group.
-            step: The last step that trains the groups. Its number equals the policy version that it trains.
+            step: The last step of the cycle that trains the groups (`PassPlan.last_step`); with one pass, the step that
+                trains them. Its number equals the policy version that it trains.
 
         Raises:
             RunFailed: An advantage exceeds float32, or an input that the estimator declares cannot be read.

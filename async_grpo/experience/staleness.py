@@ -293,6 +293,7 @@ class StepAssembler:
         return events
 
     def _refuse_stale(self, group: Group) -> None:
+        # `self.step` is a minibatch, and `last_step` the last step of its cycle: the minibatch is not trained later
         staleness = self.plan.last_step(self.step) - group.oldest_version
         if not 0 <= staleness <= self.max_staleness:
             raise StalenessViolated(

@@ -85,7 +85,7 @@ MAX_PICTURES = 64
 NO_SLEEP_ON_CPU = (
     "vLLM's engine on the CPU has no sleep mode, and would ignore the call; leave the option out"
 )
-# Largest ranks of a LoRA adapter for which vLLM can reserve memory
+# The values that vLLM accepts as `max_lora_rank`, the highest rank of an adapter that it serves, in ascending order
 LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 # Number of tokens in a block of the KV cache on the CPU: the minimum of vLLM's kernels. Sequences share only whole
 # blocks. With vLLM's default of 128, completions could never share the cache of a shorter prompt

@@ -120,7 +120,7 @@ class GenerationWorker:
         use_tokenizer(engine, tokenizer)
         if settings.unsampled_token_ids:
             check_image_processor(engine, settings)
-        note_versions(engine)
+        note_versions(engine)  # without it, outputs of vLLM 0.31 lack the policy version of each token
         log.info("vLLM's engine is up: %s", describe_engine(engine.vllm_config))
         return cls(engine, tokenizer, settings, timeline, options.engine_stall_s)
 

@@ -100,7 +100,7 @@ def options_command(
         name: Name of the command.
         help: What the program does, for `--help`.
         retired: Hint about the replacement of each retired option, by name. Flags cannot be retired in this way.
-        foreign: Returns the packages of other programs' options, by option. A `--config` file may contain them, too.
+        foreign: Returns the options of other programs, which a `--config` file may contain, too (see `read_options`).
     """
     fields = fields_in_order(config_class)
 

@@ -24,7 +24,8 @@ def read_options(
     Args:
         path: The file.
         config_class: Dataclass whose fields are the options.
-        foreign: Returns the option names of other programs, which are ignored, and the packages that define them.
+        foreign: Returns the options of other programs, which are ignored: the name of an option -> the packages of this
+            library that define it, whose names are the tables of the file.
 
     Returns:
         The values by field name: booleans for flags, None for null, and for all other options the text that a command

@@ -202,11 +202,11 @@ class Publisher:
     def _engines_have_weights(self, unchanged: WeightPackage) -> bool:
         """Return whether all engines already compute with the trainer's weights. A collective.
 
-        A package without tensors asks for the engines' log-probs of the canary texts. In bfloat16 or with
-        `--canary-tolerance`, the answer is always False: the canary may miss a lost tensor there, so the read-back must
-        find it. A module that differs after the first weights that it receives counts as unreadable, and is ignored from
-        then on (`ReadBack`). So the first weights must be those that the engine already has: then a module that loses
-        them does not differ, and the loss of later weights is found. Late workers are not asked: their weights are older.
+        A package without tensors asks for the engines' log-probs of the canary texts. Late workers have older weights, so
+        they are not asked. In bfloat16 or with `--canary-tolerance`, the answer is always False, so that the unchanged
+        weights are sent first: the read-back must find what the canary may miss there. The read-back ignores, as
+        unreadable, a module that differs after its first weights (`ReadBack`). If these were changed weights, a module that
+        loses them would be ignored. Unchanged ones are already in the engine, so it does not differ, and is checked later.
         """
         # Engines of a run with an adapter compute nothing before the first sync has brought it
         has_adapter = self.named_updates is not None

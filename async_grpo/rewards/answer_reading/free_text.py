@@ -187,8 +187,8 @@ def _answer_at(
     Args:
         text: The text.
         word: The word "answer" in the text.
-        formulas: All formulas of the text, among which a single letter may be the answer.
-        groups: The lists of formulas.
+        formulas: All formulas of the text, including the letters of choices, such as the "B" of "The answer is B".
+        groups: The formulas without letters of choices, grouped into lists by `_lists_of`.
 
     Returns:
         The answer, and whether it is sure. It is not sure without "is" or "=" after the word, as in "My answer 5 follows".
