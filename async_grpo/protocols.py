@@ -171,7 +171,8 @@ class WeightPackage:
     tolerance: float
     for_late: bool = False  # True if the package is only for workers that joined late and have no weights yet
     # Digest of each chunk. Workers keep these chunks, because the next version may be sent as changes to them. Workers do
-    # not keep a chunk whose entry is None, such as those of a self-test; () if none of the chunks is kept
+    # not keep a chunk whose entry is None, such as those of a self-test, or of the base of an adapter that is sent alone
+    # afterwards; () if none of the chunks is kept
     chunk_digests: Sequence[ChunkDigest | None] = ()
 
 

@@ -12,9 +12,10 @@ sampled every `--sample-every` steps. A completion's reward is the fraction of i
 each step the weights go, in --dtype, through a publisher to a worker without an engine, which applies the changes and
 compares every tensor with the trainer's, bit by bit.
 
-It prints bytes and seconds for each learning rate, as means over the steps. ENCODE is the time to compare and encode on
-rank 0. APPLY is the time to make the whole weights in the worker. COPY is the time of a copy of the whole weights in
-memory, for comparison: no network is faster.
+It prints bytes and processor seconds for each learning rate, as means over the steps. ENCODE is the time to compare and
+encode on rank 0. APPLY is the time to make the whole weights in the worker. COPY is the time of a copy of the whole
+weights in memory, for comparison: no network is faster. PAYS BELOW is the speed of a network on which the saved bytes
+take as long as ENCODE and APPLY.
 """
 
 import argparse
@@ -60,9 +61,9 @@ class Worker:
         return chunk
 
     def deliver(self, package: Any) -> dict[str, Any]:
-        begun = time.monotonic()
+        begun = time.thread_time()
         chunks = self.received.restore([chunk.data for chunk in package.chunks], package.chunk_digests)
-        self.apply_s += time.monotonic() - begun
+        self.apply_s += time.thread_time() - begun
         self.tensors, manifest = unpack(chunks)
         return {"worker": (manifest, package.canary_logprobs)}
 
@@ -123,9 +124,9 @@ def copy_s(num_bytes: int) -> float:
     """Return the seconds that a copy of this number of bytes in memory takes."""
     source = np.ones(num_bytes, np.uint8)
     target = np.zeros(num_bytes, np.uint8)
-    begun = time.monotonic()
+    begun = time.thread_time()
     target[:] = source
-    return time.monotonic() - begun
+    return time.thread_time() - begun
 
 
 def measure(folder: Path, learning_rate: float, options: argparse.Namespace) -> None:
@@ -146,9 +147,9 @@ def measure(folder: Path, learning_rate: float, options: argparse.Namespace) -> 
 
     def timed_encode(*arrays: np.ndarray, compress: bool) -> Any:
         nonlocal encode_s
-        begun = time.monotonic()
+        begun = time.thread_time()
         changes = encode(*arrays, compress=compress)
-        encode_s += time.monotonic() - begun
+        encode_s += time.thread_time() - begun
         return changes
 
     sent_chunks.encode_changes = timed_encode
@@ -166,12 +167,15 @@ def measure(folder: Path, learning_rate: float, options: argparse.Namespace) -> 
             expected = weight.detach().to(dtype).view(words)
             assert torch.equal(worker.tensors[name].view(words), expected), name
     sent_chunks.encode_changes = encode
+    saved_bytes = whole_bytes - np.mean(sizes)
     print(
         f"lr {learning_rate:g}, {steps} steps: {100 * np.mean(shares):.2f} % of the values changed (at most "
         f"{100 * max(shares):.2f} %); {np.mean(sizes) / MB:.2f} of {whole_bytes / MB:.1f} MB = "
         f"{100 * np.mean(sizes) / whole_bytes:.2f} % (at most {100 * max(sizes) / whole_bytes:.2f} %), "
-        f"{100 * np.mean(sizes) / model_bytes:.2f} % (at most {100 * max(sizes) / model_bytes:.2f} %) of the model; ENCODE "
+        f"{100 * np.mean(sizes) / model_bytes:.2f} % (at most {100 * max(sizes) / model_bytes:.2f} %) of the model, "
+        f"{100 * sizes[0] / model_bytes:.2f} % after the first step; ENCODE "
         f"{encode_s / steps:.3f} s, APPLY {worker.apply_s / steps:.3f} s, COPY {copy_s(int(whole_bytes)):.3f} s; "
+        f"PAYS BELOW {8 * saved_bytes / MB / ((encode_s + worker.apply_s) / steps):.0f} Mbit/s; "
         "all weights bit-identical after each step",
         flush=True,
     )

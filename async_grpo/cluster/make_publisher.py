@@ -29,8 +29,7 @@ def make_publisher(
     if settings.lora is None or settings.lora.sync == "merged":
         publisher: Publisher = make(engines, named_weights, canary, dtype, rank, config)
         return publisher
-    publisher = make(engines, named_weights_and_adapters, canary, dtype, rank, config)
-    publisher.named_updates = named_adapters
+    publisher = make(engines, named_weights_and_adapters, canary, dtype, rank, config, named_adapters)
     return publisher
 
 

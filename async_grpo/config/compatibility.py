@@ -182,7 +182,7 @@ def _broken_sleep(c: RunOptions) -> BrokenRules:
             "do not fit: engines that sleep share the trainer's GPU, and NCCL needs a GPU for each process: use "
             "object_store",
         )
-    if c.sleep_level == 2 and c.has_lora and c.lora_sync == "adapter":
+    if c.sleep_level == 2 and c.sends_adapter:
         yield (
             "engine_sleep lora_sync",
             "do not fit: level 2 drops the base model, which the sync of an adapter does not send again: use level 1, or "

@@ -41,7 +41,7 @@ def image_prompts(config: RunConfig, tokenizer: Any, renderer: PromptRenderer) -
         )
         return None
     refuse(
-        config.has_lora and config.lora_sync == "adapter",
+        config.sends_adapter,
         f"--lora-sync adapter: engines do not apply adapters to models that read images ({model.model_type}): use "
         "--lora-sync merged",
     )

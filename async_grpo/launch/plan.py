@@ -238,8 +238,9 @@ def roles(
     checkpoint_bytes = _checkpoint_bytes(config, num_parameters if num_trained is None else num_trained)
     main_memory_bytes = 2 * dtype_bytes * num_parameters + checkpoint_bytes + num_ranks * offloaded_bytes
     if config.weight_sync_deltas:
-        main_memory_bytes += dtype_bytes * num_parameters  # the copy of the last version that rank 0 keeps
-        yield "weights kept by a worker", _num_kept_copies(config), 0, dtype_bytes * num_parameters
+        num_kept = num_trained if config.sends_adapter and num_trained is not None else num_parameters
+        main_memory_bytes += dtype_bytes * num_kept  # the copy of the last version that rank 0 keeps
+        yield "weights kept by a worker", _num_kept_copies(config), 0, dtype_bytes * num_kept
     yield "rank 0's machine", 1, 0, main_memory_bytes
 
 

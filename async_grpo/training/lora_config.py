@@ -72,6 +72,11 @@ class LoraConfig(Section):
         return self.lora_rank > 0 or self.init_adapter is not None
 
     @property
+    def sends_adapter(self) -> bool:
+        """Return whether syncs send the adapter alone, and not the weights to which it is added."""
+        return self.has_lora and self.lora_sync == "adapter"
+
+    @property
     def lora_target_names(self) -> list[str]:
         """Return the names in --lora-targets."""
         return [name.strip() for name in self.lora_targets.split(",") if name.strip()]

@@ -6,7 +6,7 @@ client (`AbortingClient`), which passes the calls on to `Engines`.
 
 import concurrent.futures
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from math import prod
@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from async_grpo.errors import DeadlineExceeded, WorkerLost
-from async_grpo.modeling import compute_device, full_tensor
+from async_grpo.modeling import compute_device, full_tensor, is_lora_tensor
 from async_grpo.protocols import Engines, TensorRecord, WeightPackage
 from async_grpo.weights.delta_tensors import KEEP, SentTensors
 from async_grpo.weights.in_thread import in_thread
@@ -43,20 +43,20 @@ class RecordingSource:
     def __post_init__(self) -> None:
         self.begin(self.weights)
 
-    def begin(self, weights: Mapping[str, torch.Tensor], *, keep: bool = False) -> None:
+    def begin(self, weights: Mapping[str, torch.Tensor], *, kept_names: Collection[str] = ()) -> None:
         """Set the weights of the next transfer.
 
         Args:
             weights: Tensors by name.
-            keep: Whether both sides keep the tensors, because changes to them may follow.
+            kept_names: Names of the tensors that both sides keep, because changes to them may follow.
         """
         self.weights = weights
         self.sent = {}
         self._descriptions = []
         for name, weight in weights.items():
-            name_on_wire = KEEP + name if keep else name
+            name_on_wire = KEEP + name if name in kept_names else name
             self._descriptions.append((name_on_wire, self.wire_dtype, tuple(weight.shape)))
-        self._remaining = self._kept() if keep else self._gather()
+        self._remaining = self._kept(kept_names) if kept_names else self._gather()
 
     def begin_changes(self, weights: Mapping[str, torch.Tensor]) -> None:
         """Set the weights of the next transfer, in which only changes travel. A collective, because it gathers all weights.
@@ -99,9 +99,12 @@ class RecordingSource:
                 torch.cuda.synchronize(full_weight.device)
             yield name, full_weight
 
-    def _kept(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield the weights as `_gather` does, and keep a copy of each, so that the next sync can send only its changes."""
+    def _kept(self, kept_names: Collection[str]) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield the weights as `_gather` does, and keep copies, so that the next sync can send only their changes."""
         for name, full_weight in self._gather():
+            if name not in kept_names:
+                yield name, full_weight
+                continue
             self.sent_tensors.keep(name, full_weight, self.sent[name].digest)
             yield KEEP + name, full_weight
 
@@ -219,7 +222,10 @@ class NCCLPublisher(Publisher):
         if has_deltas and not draft.for_late and self._source.sent_tensors.has(weights):
             self._source.begin_changes(weights)
         else:
-            self._source.begin(weights, keep=has_deltas)
+            # The base of an adapter that is sent alone travels once, so changes to it never follow
+            all_change = self.named_updates is None
+            kept_names = {name for name in weights if has_deltas and (all_change or is_lora_tensor(name))}
+            self._source.begin(weights, kept_names=kept_names)
         if is_version:
             self._traffic.num_bytes += self._source.num_bytes
 

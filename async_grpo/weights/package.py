@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load
 
 from async_grpo.errors import WeightsDidNotLand
-from async_grpo.modeling import full_tensor
+from async_grpo.modeling import full_tensor, is_lora_tensor
 from async_grpo.protocols import Manifest, Receipt, TensorRecord, WeightPackage
 
 SELF_TEST = -2  # policy version of the self-test at the start; no sample is generated with its weights
@@ -96,13 +96,19 @@ def refuse_no_tensors(weights: Mapping[str, torch.Tensor]) -> None:
 def split_into_chunks(
     weights: Mapping[str, torch.Tensor], chunk_bytes: int, dtype: torch.dtype
 ) -> list[dict[str, torch.Tensor]]:
-    """Split the weights, in order, into chunks of about `chunk_bytes` each, in `dtype`."""
+    """Split the weights, in order, into chunks of about `chunk_bytes` each, in `dtype`.
+
+    An adapter gets chunks of its own. They are the same whether the adapter is sent together with its base or alone, so
+    an adapter that is sent alone can be sent as changes to the one that was sent with the base.
+    """
     chunks: list[dict[str, torch.Tensor]] = []
     room_bytes = 0
+    is_adapter = False
     for name, weight in weights.items():
-        if room_bytes <= 0:
+        if room_bytes <= 0 or is_lora_tensor(name) != is_adapter:
             chunks.append({})
             room_bytes = chunk_bytes
+            is_adapter = is_lora_tensor(name)
         chunks[-1][name] = weight
         room_bytes -= weight.numel() * dtype.itemsize
     return chunks

@@ -85,7 +85,8 @@ class Publisher:
         self._unread = UnreadTensors()  # complete only on rank 0
         self._last_differences: Differences = {}  # canary differences at each worker's last proof
         self._traffic = Traffic()
-        self._sent_chunks = SentChunks(self.config.weight_sync_deltas, self._traffic)
+        deltas = self.config.weight_sync_deltas
+        self._sent_chunks = SentChunks(deltas, self._traffic, only_adapters=self.named_updates is not None)
         self._for_late = False  # whether the current sync serves only workers that joined late
         # Waits for the end of the last sync. `publish` calls it first, so that two syncs never overlap. Before the
         # first sync it is `dict`, which returns {}
@@ -209,8 +210,7 @@ class Publisher:
         loses them would be ignored. Unchanged ones are already in the engine, so it does not differ, and is checked later.
         """
         # Engines of a run with an adapter compute nothing before the first sync has brought it
-        has_adapter = self.named_updates is not None
-        cannot_ask = has_adapter or self._for_late or not self.asks_before_sending
+        cannot_ask = self.named_updates is not None or self._for_late or not self.asks_before_sending
         if cannot_ask or self.config.canary_tolerance is not None or self.wire_dtype is not torch.float32:
             return False
         ask = self._transact(unchanged, {}, with_proof=False)

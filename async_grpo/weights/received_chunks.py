@@ -28,14 +28,13 @@ class ReceivedChunks:
 
         Args:
             chunks: The chunks as they were sent: whole, or as changes to a chunk of the last update.
-            digests: Their digests. If there are none, all chunks are whole, and are not kept.
+            digests: Their digests, or (). A chunk without a digest is whole, and is not kept.
 
         Raises:
             WeightsDidNotLand: This worker does not have the chunk to which changes apply, or the changes are damaged, or a
                 chunk is not complete.
         """
-        expected_digests = [digest for digest in digests if digest is not None]
-        if not expected_digests:
+        if not any(digests):
             for number, chunk in enumerate(chunks, start=1):
                 refuse_incomplete_image(chunk, f"chunk {number} of {len(chunks)} of the weights")
             return list(chunks)
@@ -43,10 +42,15 @@ class ReceivedChunks:
         bases = self._images
         self._images = {}
         images: dict[str, np.ndarray] = {}
-        for chunk, digest in zip(chunks, expected_digests, strict=True):
+        whole_chunks: list[memoryview] = []
+        for chunk, digest in zip(chunks, digests, strict=True):
+            if digest is None:
+                whole_chunks.append(chunk)
+                continue
             payload = np.frombuffer(chunk, np.uint8)
             if not digest.base_digest:
                 images[digest.digest] = payload.copy()
+                whole_chunks.append(images[digest.digest].data)
                 continue
             image = bases.pop(digest.base_digest, None)
             if image is None:
@@ -56,10 +60,11 @@ class ReceivedChunks:
                 )
             apply_changes(image, payload)
             images[digest.digest] = image
-        for number, image in enumerate(images.values(), start=1):
-            refuse_incomplete_image(image.data, f"chunk {number} of {len(chunks)} of the weights")
+            whole_chunks.append(image.data)
+        for number, chunk in enumerate(whole_chunks, start=1):
+            refuse_incomplete_image(chunk, f"chunk {number} of {len(chunks)} of the weights")
         self._images = images
-        return [image.data for image in images.values()]
+        return whole_chunks
 
 
 def refuse_incomplete_image(image: memoryview, name: str) -> None:

@@ -4,7 +4,7 @@ The trainer keeps the chunks that it sent last in main memory, and each worker t
 travels as changes (see `changes`) if these are smaller. A worker applies the changes (`received_chunks`) before its
 engine sees the chunk. So every kind of engine loads whole tensors and reports their digests. The changes of an adapter
 are compressed, because in float32 each step changes nearly all of its values. An adapter is small, so this takes little
-time.
+time. Where an adapter is sent alone, its base is sent only once, so nobody keeps the base's chunks.
 
 Changes name the digest of the chunk to which they apply. A worker without this chunk refuses them and is fenced. When
 it joins again, it gets whole chunks. If the bytes of a worker's chunk have been damaged in memory, the digests of the
@@ -34,10 +34,12 @@ class SentChunks:
     Args:
         is_enabled: Whether changes are sent. If not, all chunks travel whole and nothing is kept.
         traffic: Counts what is sent.
+        only_adapters: Whether only the chunks of adapters are kept, because their base is sent once.
     """
 
-    def __init__(self, is_enabled: bool, traffic: Traffic) -> None:
+    def __init__(self, is_enabled: bool, traffic: Traffic, *, only_adapters: bool = False) -> None:
         self._is_enabled = is_enabled
+        self._only_adapters = only_adapters
         # Names of the tensors in a chunk -> digest and bytes of the chunk. A chunk contains the same tensors in each
         # version
         self._last: dict[tuple[str, ...], tuple[str, np.ndarray]] = {}
@@ -57,7 +59,8 @@ class SentChunks:
         """
         if package.version == SELF_TEST:
             return image, None
-        if not self._is_enabled:
+        is_adapter = all(map(is_lora_tensor, manifest))
+        if not self._is_enabled or (self._only_adapters and not is_adapter):
             self._traffic.num_bytes += len(image)
             return image, None
         if package is not self._package:
@@ -72,7 +75,7 @@ class SentChunks:
         base_digest = ""
         if names in self._bases:
             last_digest, last_image = self._bases.pop(names)
-            changes = encode_changes(last_image, image, compress=all(map(is_lora_tensor, names)))
+            changes = encode_changes(last_image, image, compress=is_adapter)
             self._traffic.num_words += len(image) // 2
             self._traffic.num_changed += changes.num_changed
             if changes.is_worthwhile:

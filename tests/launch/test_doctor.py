@@ -491,6 +491,12 @@ def test_with_lora_the_frozen_weights_are_counted_once_and_the_adapter_is_saved_
     assert sizes["trainer rank", None] - sizes["trainer rank", num_trained] == pytest.approx(saved)
     assert sizes["rank 0's machine", num_trained] == 8e6 + 12 * num_trained
     assert not any("reference" in name for name, _ in sizes)  # the trainer computes the reference itself
+    alone = replace(config, lora_sync="adapter", weight_sync_deltas=True)
+    kept = {
+        name: num_bytes for name, _, _, num_bytes in plan.roles(alone, prepare(alone), 1_000_000, num_trained)
+    }
+    assert kept["weights kept by a worker"] == 4 * num_trained
+    assert kept["rank 0's machine"] == 8e6 + 16 * num_trained
     in_four_bits = prepare(replace(config, load_in_4bit=True))
     # By hand, inputs x outputs of the same layers
     num_linear = 4 * (128 * 128 + 2 * 128 * 64 + 128 * 128 + 3 * 128 * 384)

@@ -74,6 +74,29 @@ def test_without_the_option_names_are_plain_and_nothing_is_kept():
     assert not sender._source.sent_tensors._last and not control.received_tensors._last
 
 
+def test_of_an_adapter_that_is_sent_alone_only_the_adapter_is_kept_and_travels_as_changes():
+    control = Control({"g0": 1})
+    model = TwoLayers()
+    adapter = {"base_model.model.first.lora_A.weight": torch.ones(16, 64)}
+
+    def named_all(model):
+        return [*named(model), *adapter.items()]
+
+    sender = Scripted(control, named_all, CANARY, torch.float32, 0, DELTAS, lambda model: adapter.items())
+    sender.publish(model, 0, self_test=True)()
+    assert [name for name in control.names_on_wire if name.startswith(KEEP)] == [
+        KEEP + name for name in adapter
+    ]
+    assert len(control.names_on_wire) == 5
+    for tensor in adapter.values():
+        tensor[0, 0] = 2.0
+    sender.publish(model, 1)()
+    (name_on_wire,) = control.names_on_wire
+    assert name_on_wire.startswith(CHANGES)
+    for name, tensor in adapter.items():
+        assert torch.equal(control.arrived[name], tensor)
+
+
 def sent(*versions: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
     """Return what travels of a tensor, for each of its versions."""
     sender = SentTensors(Traffic())

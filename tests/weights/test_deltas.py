@@ -158,6 +158,75 @@ def test_steps_of_an_adapter_travel_compressed_and_arrive_bit_by_bit(dtype, larg
         b = b + 2e-5 * torch.randn(b.shape, generator=generator)
 
 
+class Adapted:
+    """A model of two layers with the tensors of an adapter, which computes without them."""
+
+    def __init__(self) -> None:
+        self.base = TwoLayers()
+        generator = torch.Generator().manual_seed(0)
+        self.adapter = {
+            "base_model.model.first.lora_A.weight": torch.rand(16, 64, generator=generator) / 8,
+            "base_model.model.first.lora_B.weight": torch.zeros(64, 16),
+        }
+
+    def __call__(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.base(ids)
+
+    def step(self, version: int) -> None:
+        generator = torch.Generator().manual_seed(version)
+        for tensor in self.adapter.values():
+            tensor += 2e-5 * torch.randn(tensor.shape, generator=generator)
+
+    def weights_and_adapter(self):
+        return [*named(self.base), *self.adapter.items()]
+
+
+def sender_of_adapters(link) -> Publisher:
+    named_all = Adapted.weights_and_adapter
+    return Publisher(link, named_all, CANARY, torch.float32, 0, DELTAS, lambda model: model.adapter.items())
+
+
+def test_an_adapter_that_is_sent_alone_travels_as_changes_from_its_first_step_and_nobody_keeps_its_base():
+    worker, model = Worker(), Adapted()
+    link = Fleet(g0=worker)
+    sender = sender_of_adapters(link)
+    sender.publish(model, 0, self_test=True)()
+    adapter_bytes = sum(tensor.nbytes for tensor in model.adapter.values())
+    for version in range(1, 6):
+        (kept,) = worker.received._images.values()
+        assert adapter_bytes < len(kept) < adapter_bytes + 500
+        ((names, _),) = sender._sent_chunks._last.items()
+        assert names == tuple(model.adapter)
+        model.step(version)
+        metrics = sender.publish(model, version)()
+        # In the first of these syncs, B changes from zeros, in all of its bits
+        assert metrics["weight_sync_bytes"] < 0.85 * adapter_bytes
+        assert metrics["weight_sync_changed_share"] > 0
+        for name, tensor in model.adapter.items():
+            assert torch.equal(worker.last_tensors[name].view(torch.int32), tensor.view(torch.int32))
+    assert not link.fenced
+
+
+def test_a_worker_that_joins_late_gets_base_and_adapter_whole_and_then_changes_of_the_adapter():
+    early, late, model = Worker(), Worker(), Adapted()
+    link = Fleet(g0=early)
+    sender = sender_of_adapters(link)
+    sender.publish(model, 0, self_test=True)()
+    model.step(1)
+    sender.publish(model, 1)()
+    link.workers["late"] = late
+    link.late = {"late"}
+    sender.publish(model, 1, self_test=True)()
+    assert torch.equal(late.last_tensors["first.weight"], model.base.first.weight.detach())
+    model.step(2)
+    sender.publish(model, 2)()
+    assert all(digest.base_digest for digest in link.packages[-1].chunk_digests)
+    for worker in (early, late):
+        for name, tensor in model.adapter.items():
+            assert torch.equal(worker.last_tensors[name].view(torch.int32), tensor.view(torch.int32))
+    assert not link.fenced
+
+
 def test_without_the_option_workers_keep_nothing_and_all_weights_travel():
     worker, model = Worker(), TwoLayers()
     link = Fleet(g0=worker)
