@@ -29,8 +29,6 @@ from benchmarks.against_trl.cases import CASES, ROOT, Case
 from benchmarks.against_trl.models import model_folder
 from benchmarks.against_trl.sides import Place, measure
 
-HELDOUT_BATCH = 256  # number of completions that are sampled at once
-
 
 def arguments() -> tuple[argparse.Namespace, list[str]]:
     parser = argparse.ArgumentParser(
@@ -96,10 +94,9 @@ def accuracies(case: Case, checkpoints: dict[int, str]) -> dict[int, float]:
     from transformers import AutoModelForCausalLM, AutoTokenizer
     from transformers.utils import logging
 
-    from examples.plain_grpo import sample, score
+    from benchmarks.against_trl.heldout import sample_tasks
 
     logging.disable_progress_bar()
-    torch.manual_seed(0)
     tokenizer = AutoTokenizer.from_pretrained(next(iter(checkpoints.values())))
     rows = [json.loads(line) for line in case.heldout.read_text().splitlines()]
     for row in rows:
@@ -109,22 +106,28 @@ def accuracies(case: Case, checkpoints: dict[int, str]) -> dict[int, float]:
             )
     found = {}
     for step, folder in sorted(checkpoints.items()):
+        # The same random numbers for each checkpoint make differences between checkpoints less noisy
+        torch.manual_seed(0)
         model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-        texts = []
-        repeated = rows * case.heldout_completions
-        for start in range(0, len(repeated), HELDOUT_BATCH):
-            texts += sample(model, tokenizer, repeated[start : start + HELDOUT_BATCH], case.max_tokens).texts
-        if case.task == "countdown":
-            solved = [score(text, row)[0] for row, text in zip(repeated, texts, strict=True)]
-        else:
-            solved = [
-                rewards.named(row | {"completion": text}) for row, text in zip(repeated, texts, strict=True)
-            ]
+        solved = [
+            is_solved(case, row, text)
+            for row, texts in sample_tasks(model, tokenizer, rows, case.max_tokens, case.heldout_completions)
+            for text in texts
+        ]
         found[step] = sum(solved) / len(solved)
         goal = found[0] + case.gain if case.gain is not None else case.accuracy
         if goal is not None and found[step] >= goal and not case.lora_rank:
             break
     return found
+
+
+def is_solved(case: Case, row: dict[str, Any], completion: str) -> float:
+    """Return 1 if the completion solves the held-out task, else 0."""
+    from examples.plain_grpo import score
+
+    if case.task == "countdown":
+        return score(completion, row)[0]
+    return rewards.named(row | {"completion": completion})
 
 
 def main() -> None:

@@ -184,6 +184,9 @@ CASES = {
         checkpoint_every=5,
         gain=None,
         accuracy=0.6,
+        # With 1,024 completions, an accuracy of 0.8 is known to 0.0125
+        heldout_completions=64,
         lora_rank=16,
+        staleness=(0, 1),
     ),
 }

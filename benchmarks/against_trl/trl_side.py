@@ -92,18 +92,8 @@ def main() -> None:
     settings, answer = json.loads(Path(sys.argv[1]).read_text()), Path(sys.argv[2])
     torch.set_num_threads(settings["cores"])
     tokenizer = AutoTokenizer.from_pretrained(settings["model"])
-    rows = [json.loads(line) for line in Path(settings["data"]).read_text().splitlines()]
-    for row in rows:
-        if "input_token_ids" not in row:
-            messages = row.pop("messages")
-            row["input"] = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
-            row["input_token_ids"] = tokenizer.apply_chat_template(
-                messages, add_generation_prompt=True, return_dict=False
-            )
-        if tokenizer(row["input"])["input_ids"] != row["input_token_ids"]:
-            raise SystemExit("TRL would read other prompts than ours")
-    ends = json.loads((Path(settings["model"]) / "generation_config.json").read_text())["eos_token_id"]
-    ends = ends if isinstance(ends, list) else [ends]
+    rows = rows_with_prompts(settings, tokenizer)
+    ends = end_tokens(settings["model"])
     reward = Rewards(settings["reward"], settings["calls"], tokenizer, ends, list(rows[0]))
     clock = Clock(answer.parent, settings["checkpoint_every"])
     trainer = GRPOTrainer(
@@ -127,6 +117,31 @@ def main() -> None:
             "length_max": max(map(max, lengths)),
         })
     )  # fmt: skip
+
+
+def rows_with_prompts(settings: dict[str, Any], tokenizer: Any) -> list[dict[str, Any]]:
+    """Return the rows of the task, with the text and the token ids of their prompts.
+
+    Raises:
+        SystemExit: TRL would tokenize a prompt in another way than this library.
+    """
+    rows = [json.loads(line) for line in Path(settings["data"]).read_text().splitlines()]
+    for row in rows:
+        if "input_token_ids" not in row:
+            messages = row.pop("messages")
+            row["input"] = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+            row["input_token_ids"] = tokenizer.apply_chat_template(
+                messages, add_generation_prompt=True, return_dict=False
+            )
+        if tokenizer(row["input"])["input_ids"] != row["input_token_ids"]:
+            raise SystemExit("TRL would read other prompts than ours")
+    return rows
+
+
+def end_tokens(model: str) -> list[int]:
+    """Return the tokens with which the model ends a completion."""
+    ends = json.loads((Path(model) / "generation_config.json").read_text())["eos_token_id"]
+    return ends if isinstance(ends, list) else [ends]
 
 
 def adapter(rank: int) -> Any:

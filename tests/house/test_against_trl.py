@@ -7,10 +7,12 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from benchmarks.against_trl import __main__ as bench
 from benchmarks.against_trl import models, report, rewards, sides
 from benchmarks.against_trl.cases import CASES, Case
+from benchmarks.against_trl.heldout import sample_tasks
 
 
 def row(arm: str, repetition: int, rate: float, case: str = "short", **more) -> dict:
@@ -103,6 +105,29 @@ def test_a_gain_is_counted_from_what_the_model_solves_before_it_learns():
     measured = {"case": "smollm2", "accuracy": {"0": 0.3, "1": 0.35, "2": 0.6}, "ends_s": [9.0, 10.0]}
     assert report.goal(measured) == pytest.approx(0.5)
     assert report.seconds_to(measured, report.goal(measured)) == pytest.approx(9.6)
+
+
+def test_completions_of_a_heldout_task_continue_its_own_prompt(monkeypatch):
+    """With the most probable token in place of a random one, they are those of transformers' own `generate`."""
+    monkeypatch.setattr(
+        torch, "multinomial", lambda probabilities, count: probabilities.argmax(-1, keepdim=True)
+    )
+    folder = models.model_folder("tiny", None)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    rows = [json.loads(line) for line in CASES["short"].heldout.read_text().splitlines()[:5]]
+    for row in rows:
+        row["input_token_ids"] = row["input_token_ids"][: 9 + row["target"] % 2]
+    ends = model.generation_config.eos_token_id
+    texts_by_target = {}
+    for row, texts in sample_tasks(model, tokenizer, rows, 12, num_completions=3):
+        assert len(texts) == 3
+        texts_by_target[row["target"]] = texts
+    for row in rows:
+        prompt = torch.tensor([row["input_token_ids"]])
+        tokens = model.generate(prompt, do_sample=False, max_new_tokens=12)[0, prompt.shape[1] :].tolist()
+        expected = tokenizer.decode([token for token in tokens if token not in ends])
+        assert texts_by_target[row["target"]] == [expected] * 3
 
 
 def test_the_model_made_for_its_lengths_has_log_normal_ones():
