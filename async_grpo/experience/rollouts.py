@@ -189,11 +189,11 @@ class Rollouts:
                 aclosing(self.generation.generate(prompt, count, sampling)) as completions,
             ):
                 async for completion in completions:
-                    self._on_change(-1)
                     refuse_sampled_images(completion, self.facts.unsampled_token_ids)
                     self._first_trajectories.ended(completion)
                     scoring = self._score(prompt, completion, evaluation)
                     scoring_tasks.append(task_group.create_task(scoring))
+                    self._on_change(-1)
         except BaseExceptionGroup as error_group:
             # The first error is enough to end a run, and is easier to read than an exception group
             raise error_group.exceptions[0] from error_group

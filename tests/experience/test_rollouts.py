@@ -1,10 +1,12 @@
 """One group or evaluation: which completions are asked for, in which order they stand, and what a reward of groups sees."""
 
 from dataclasses import replace
+from itertools import accumulate
 
 import numpy as np
 import pytest
 
+from async_grpo.errors import ImagesDiffer
 from async_grpo.experience.config import BatchConfig, EvaluationConfig, RunFacts
 from async_grpo.experience.dataset import Question
 from async_grpo.experience.rollouts import Rollouts
@@ -27,10 +29,12 @@ class Watched(FakeVerification):
         return list(verdicts)
 
 
-def rollouts(generation, verification, whole_groups=False, **options) -> Rollouts:
+def rollouts(
+    generation, verification, whole_groups=False, on_change=lambda change: None, unsampled=(), **options
+) -> Rollouts:
     config = BatchConfig(samples_per_question=4, **options)
-    facts = RunFacts(whole_groups=whole_groups)
-    return Rollouts(config, facts, generation, verification, None, None, on_change=lambda change: None)
+    facts = RunFacts(whole_groups=whole_groups, unsampled_token_ids=unsampled)
+    return Rollouts(config, facts, generation, verification, None, None, on_change=on_change)
 
 
 @pytest.mark.parametrize(("drawn", "parts"), [(4, 1), (9, 3)])
@@ -49,6 +53,25 @@ async def test_samples_stand_by_their_places_in_the_group_whoever_ended_first():
     )
     group = await rollouts(generation, FakeVerification()).group(PROMPT, 0, 0)
     assert [len(sample.completion) for sample in group.samples] == [1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("num_good", [0, 1, 3])
+async def test_each_completion_stops_counting_once_also_if_the_policy_sampled_an_image(num_good):
+    class Sampling(FakeGeneration):
+        async def generate(self, prompt, count, sampling=None, session=None):
+            number = 0
+            async for completion in super().generate(prompt, count, sampling, session):
+                if number == num_good:
+                    completion = replace(completion, token_ids=np.full_like(completion.token_ids, 77))
+                number += 1
+                yield completion
+
+    changes = []
+    source = rollouts(Sampling(), FakeVerification(), on_change=changes.append, unsampled=(77,))
+    with pytest.raises(ImagesDiffer):
+        await source.group(PROMPT, 0, 0)
+    assert changes[0] == 4 and sum(changes) == 0
+    assert min(accumulate(changes)) >= 0
 
 
 async def test_a_reward_of_whole_groups_sees_the_group_and_not_its_greedy_completion():
