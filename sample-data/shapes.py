@@ -133,13 +133,9 @@ def cached_shapes() -> Path:
     The first call trains the model, which takes one to three minutes.
     """
     # Rewards may import this package, and should not load more than they need
-    from async_grpo.data.smollm2 import cache_folder, locked
+    from async_grpo.data.smollm2 import cache_folder, made_once
 
-    folder = cache_folder("shapes", RECIPE)
-    with locked(folder):
-        if not folder.is_dir():
-            make_shapes(folder)
-    return folder
+    return made_once(cache_folder("shapes", RECIPE), make_shapes)
 
 
 def make_shapes(folder: Path, *, max_steps: int = MAX_TRAINING_STEPS, seed: int = 0) -> None:

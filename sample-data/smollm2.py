@@ -14,7 +14,7 @@ import subprocess
 import sys
 import time
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -68,11 +68,7 @@ def cached_smollm2(gguf: Path | None = None) -> Path:
     Raises:
         CannotMakeModel: The download fails, `gguf` is not installed, or the file is not the expected one.
     """
-    folder = cache_folder()
-    with locked(folder):
-        if not folder.is_dir():
-            make_smollm2(folder, gguf)
-    return folder
+    return made_once(cache_folder(), lambda folder: make_smollm2(folder, gguf))
 
 
 def cached_gguf(gguf: Path, name: str) -> Path:
@@ -85,11 +81,10 @@ def cached_gguf(gguf: Path, name: str) -> Path:
     Raises:
         CannotMakeModel: `gguf` is not installed, or the file holds something that cannot be converted.
     """
-    folder = cache_folder(re.sub(r"[^\w.-]", "-", name), digest(gguf))
-    with locked(folder):
-        if not folder.is_dir():
-            gguf_model.make_from_gguf(folder, gguf)
-    return folder
+    name_in_path = re.sub(r"[^\w.-]", "-", name)
+    return made_once(
+        cache_folder(name_in_path, digest(gguf)), lambda folder: gguf_model.make_from_gguf(folder, gguf)
+    )
 
 
 def make_smollm2(folder: Path, gguf: Path | None = None) -> str:
@@ -191,6 +186,18 @@ def check_model(folder: Path) -> str:
     if EXPECTED_WORD not in answer:
         raise CannotMakeModel(f"asked {QUESTION!r}, the model in {folder} answers {answer!r}")
     return answer
+
+
+def made_once(folder: Path, make: Callable[[Path], object]) -> Path:
+    """Return a folder, which the first call makes. Other processes that call this meanwhile wait for it.
+
+    Raises:
+        CannotMakeModel: Another process held the folder's lock for LOCK_LIMIT_S seconds.
+    """
+    with locked(folder):
+        if not folder.is_dir():
+            make(folder)
+    return folder
 
 
 @contextmanager
