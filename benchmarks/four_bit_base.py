@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from transformers import AutoModelForCausalLM
 
-from async_grpo.cluster.make_trainer import _policy
+from async_grpo.cluster.policy_kinds import load_language_policy
 from async_grpo.config.lora import lora_settings
 from async_grpo.config.run import RunConfig
 from async_grpo.data import smollm2
@@ -41,7 +41,7 @@ def made_policy(model: str, dtype: str, ranks: Any) -> PolicyModel:
     vocab_size = load_config(model).get_text_config().vocab_size
     settings = SharedRunSettings("x", "", vocab_size, dtype, 1.0, (3,), 256, 256, "object_store", (), 0)
     settings = dataclasses.replace(settings, lora=lora_settings(config, model))
-    policy = _policy(config, settings, ranks)
+    policy = load_language_policy(config, settings, ranks)
     torch.manual_seed(0)
     with torch.no_grad():
         for name, tensor in named_lora_tensors(policy.model):

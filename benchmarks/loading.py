@@ -20,7 +20,7 @@ from async_grpo.launch.process_variables import free_port
 RANK = """
 import resource, sys
 from pathlib import Path
-from async_grpo.cluster import make_trainer
+from async_grpo.cluster import policy_kinds
 from async_grpo.config.run import RunConfig
 from async_grpo.modeling import local_shard
 from async_grpo.training.distributed import distributed_run
@@ -29,9 +29,9 @@ folder, whole = sys.argv[1], sys.argv[2] == "whole"
 settings = SharedRunSettings("x", "", 100, "float32", 1.0, (3,), 64, 16, "object_store", (), 0)
 with distributed_run("cpu", timeout_s=300) as ranks:
     if whole:
-        make_trainer.weight_names = lambda path: ()
+        policy_kinds.weight_names = lambda path: ()
     config = RunConfig(model_name_or_path=folder, data_path="x", reward_fns="format")
-    policy = make_trainer._policy(config, settings, ranks)
+    policy = policy_kinds.load_language_policy(config, settings, ranks)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     shard = sum(local_shard(parameter).nbytes for parameter in policy.parameters())
     Path(sys.argv[3], f"{ranks.rank}").write_text(f"{peak} {shard}")

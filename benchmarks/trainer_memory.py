@@ -21,7 +21,7 @@ CASE = """
 import dataclasses, json, sys
 import numpy as np
 import torch
-from async_grpo.cluster.make_trainer import _accumulator, _policy, _planned_bytes
+from async_grpo.cluster.policy_kinds import language_rank_bytes, load_language_policy, make_accumulator
 from async_grpo.config.lora import lora_settings
 from async_grpo.config.run import RunConfig
 from async_grpo.messages import SharedRunSettings
@@ -39,15 +39,15 @@ settings = SharedRunSettings("x", "", vocab_size, "float32", 1.0, (3,), length, 
 settings = dataclasses.replace(settings, lora=lora_settings(config, config.model_name_or_path))
 with distributed_run("cpu", timeout_s=300) as ranks:
     before = resident_bytes()
-    policy = _policy(config, settings, ranks)
+    policy = load_language_policy(config, settings, ranks)
     loaded = peak_resident_bytes()
-    accumulator = _accumulator(config, settings, policy, ranks)
+    accumulator = make_accumulator(config, settings, policy, ranks)
     batch = largest_micro_batch(config, vocab_size, length)
     batch = dataclasses.replace(batch, advantages=np.ones_like(batch.advantages))
     for _ in range(steps):
         accumulator.add(batch)
         accumulator.finish()
-    planned = _planned_bytes(config, settings, policy, ranks)
+    planned = language_rank_bytes(config, settings, policy, ranks)
     print(json.dumps({"before": before, "loaded": loaded, "peak": peak_resident_bytes(), "planned": planned}))
 import os, sys
 sys.stdout.flush()

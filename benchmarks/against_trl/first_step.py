@@ -24,7 +24,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from async_grpo.algorithm.advantages import ADVANTAGE_ESTIMATORS
-from async_grpo.cluster.make_trainer import _accumulator, _policy
+from async_grpo.cluster.policy_kinds import load_language_policy, make_accumulator
 from async_grpo.config.lora import lora_settings
 from async_grpo.config.run import RunConfig
 from async_grpo.messages import MicroBatch, SharedRunSettings
@@ -132,8 +132,8 @@ def our_step(folder: Path, model: Path) -> tuple[Tensors, Tensors]:
         lora=lora_settings(config, str(model)),
     )  # fmt: skip
     with distributed_run("cpu") as ranks:
-        policy = _policy(config, settings, ranks)
-        accumulator = _accumulator(config, settings, policy, ranks)
+        policy = load_language_policy(config, settings, ranks)
+        accumulator = make_accumulator(config, settings, policy, ranks)
         weights = {
             short_name(name): weight for name, weight in policy.named_parameters() if weight.requires_grad
         }

@@ -11,7 +11,9 @@ from fake_chain import SETTINGS, chain_config
 from tiny_policy import pack, random_sequence, save_tiny_model
 
 from async_grpo.cluster import make_trainer as make_trainer_module
-from async_grpo.cluster.make_trainer import _accumulator, _policy, make_trainer
+from async_grpo.cluster import policy_kinds
+from async_grpo.cluster.make_trainer import make_trainer
+from async_grpo.cluster.policy_kinds import load_language_policy, make_accumulator
 from async_grpo.modeling import full_tensor
 from async_grpo.training.distributed import distributed_run
 
@@ -31,8 +33,8 @@ def a_step(model):
         rng = np.random.default_rng(3)
         batch = pack([{**random_sequence(rng, 12), "group": n, "group_tokens": 5} for n in range(4)])
         with distributed_run("cpu") as ranks:
-            policy = _policy(config, settings, ranks)
-            accumulator = _accumulator(config, settings, policy, ranks)
+            policy = load_language_policy(config, settings, ranks)
+            accumulator = make_accumulator(config, settings, policy, ranks)
             for _ in range(steps):
                 accumulator.add(batch)
                 metrics = accumulator.finish()
@@ -66,7 +68,7 @@ def test_the_values_train_the_trunk_unless_their_gradient_is_stopped(model, into
         model_name_or_path=str(model), advantage_estimator="gae", critic_trunk_gradient=into_the_trunk
     )
     with distributed_run("cpu") as ranks:
-        policy = _policy(config, SETTINGS, ranks)
+        policy = load_language_policy(config, SETTINGS, ranks)
         torch.nn.init.ones_(policy.value_head.weight)  # at its initial zero nothing would reach the trunk
         ids = torch.arange(6)
         values = policy(ids, torch.tensor([0, 6]), torch.ones(6, dtype=torch.bool), 1.0)[2]
@@ -95,11 +97,11 @@ def test_the_planned_memory_counts_each_weight_once_and_frozen_ones_without_grad
     """Of four ranks; with --fsdp-size 2, two of them hold the same shards."""
     config = chain_config(model_name_or_path=str(model), fsdp_size=fsdp_size)
     with distributed_run("cpu") as ranks:
-        policy = _policy(config, SETTINGS, ranks)
+        policy = load_language_policy(config, SETTINGS, ranks)
     four_ranks = SimpleNamespace(world_size=4, is_main=False, device=torch.device("cpu"))
 
     def planned() -> int:
-        return make_trainer_module._planned_bytes(config, SETTINGS, policy, four_ranks)
+        return policy_kinds.language_rank_bytes(config, SETTINGS, policy, four_ranks)
 
     trained = planned()
     frozen = [weight for name, weight in policy.model.named_parameters() if "layers.0" in name]

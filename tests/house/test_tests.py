@@ -1,8 +1,10 @@
-"""Test modules stand alone: what several of them need lies in `tests/helpers`."""
+"""Test modules stand alone, and the seconds of slow tests are recorded."""
 
+import json
 import re
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -52,3 +54,24 @@ def test_no_two_test_modules_have_the_same_name():
     names = Counter(path.name for path in (ROOT / "tests").rglob("test_*.py"))
     repeated = [name for name, count in names.items() if count > 1]
     assert not repeated, f"rename one of each: {repeated}"
+
+
+def test_recorded_are_functions_whose_cases_take_a_second_together_and_those_not_run_keep_theirs(
+    pytestconfig, tmp_path, monkeypatch
+):
+    conftest = pytestconfig.pluginmanager.get_plugin(str(ROOT / "conftest.py"))
+    recorded = tmp_path / "durations.json"
+    monkeypatch.setattr(conftest, "DURATIONS_FILE", recorded)
+    here = "tests/house/test_tests.py::"
+    earlier = {
+        here + "not_run": 9.0,
+        here + "faster_now": 9.0,
+        "tests/test_of_a_file_that_is_gone.py::a": 9.0,
+    }
+    recorded.write_text(json.dumps(earlier))
+    recorder = conftest.DurationRecorder()
+    # Pytest reports the setup, the call and the teardown of each case
+    for name, duration in [("cases[1]", 0.3), ("cases[2]", 0.3), ("cases[2]", 0.5), ("faster_now", 0.9)]:
+        recorder.pytest_runtest_logreport(SimpleNamespace(nodeid=here + name, duration=duration))
+    recorder.pytest_sessionfinish()
+    assert json.loads(recorded.read_text()) == {here + "cases": 1.1, here + "not_run": 9.0}

@@ -14,7 +14,7 @@ from transformers import (
     PreTrainedConfig,
 )
 
-from async_grpo.cluster import make_trainer
+from async_grpo.cluster import policy_kinds
 from async_grpo.config.run import RunConfig
 from async_grpo.errors import ConfigurationError
 from async_grpo.inference.logprob_config import LogprobConfig
@@ -136,7 +136,7 @@ def test_trainer_and_logprob_worker_refuse_at_their_start(tmp_path, ranks):
     AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(tmp_path)
     run = RunConfig(model_name_or_path=str(tmp_path), data_path="x", reward_fns="format")
     with pytest.raises(ConfigurationError, match="BertLMHeadModel cannot be packed"):
-        make_trainer._policy(run, SETTINGS, ranks)
+        policy_kinds.load_language_policy(run, SETTINGS, ranks)
     worker = SimpleNamespace(**vars(LogprobConfig()), model_path=str(tmp_path))
     with pytest.raises(ConfigurationError, match="BertLMHeadModel cannot be packed"):
         LogprobWorker.start(worker, SETTINGS)
@@ -146,7 +146,7 @@ def test_a_healthy_folder_starts_trainer_and_logprob_worker_in_half_precision_to
     save_tiny_model(tmp_path)
     run = RunConfig(model_name_or_path=str(tmp_path), data_path="x", reward_fns="format", dtype="bfloat16")
     settings = SETTINGS.__class__(**{**vars(SETTINGS), "dtype": "bfloat16"})
-    assert make_trainer._policy(run, settings, ranks).training
+    assert policy_kinds.load_language_policy(run, settings, ranks).training
     worker = SimpleNamespace(**vars(LogprobConfig()), model_path=str(tmp_path))
     LogprobWorker.start(worker, settings).close()
 

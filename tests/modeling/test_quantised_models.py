@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from tiny_policy import SETTINGS, save_tiny_model
 
-from async_grpo.cluster import make_trainer
+from async_grpo.cluster import policy_kinds
 from async_grpo.config.run import RunConfig
 from async_grpo.errors import ConfigurationError
 from async_grpo.inference.logprob_config import LogprobConfig
@@ -37,7 +37,7 @@ def readers_of(folder, ranks):
     run = RunConfig(model_name_or_path=str(folder), data_path="x", reward_fns="format")
     worker = SimpleNamespace(**vars(LogprobConfig()), model_path=str(folder))
     return {
-        "trainer": lambda: make_trainer._policy(run, SETTINGS, ranks),
+        "trainer": lambda: policy_kinds.load_language_policy(run, SETTINGS, ranks),
         "logprob worker": lambda: LogprobWorker.start(worker, SETTINGS),
         "preflight": lambda: parameters_of(folder),
     }

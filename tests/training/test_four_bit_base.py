@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 from two_ranks import full, on_two_ranks, recording_accumulator, relative_error
 
 from async_grpo.algorithm.config import AlgorithmConfig
-from async_grpo.cluster import make_trainer
+from async_grpo.cluster import make_trainer, policy_kinds
 from async_grpo.config.lora import lora_settings
 from async_grpo.config.run import RunConfig
 from async_grpo.errors import ConfigurationError
@@ -84,7 +84,7 @@ def policy_of(folder, ranks, dtype="float32", **options):
     )
     lora = lora_settings(config, config.model_name_or_path)
     settings = dataclasses.replace(SETTINGS, dtype=dtype, lora=lora)
-    return config, settings, make_trainer._policy(config, settings, ranks)
+    return config, settings, policy_kinds.load_language_policy(config, settings, ranks)
 
 
 def sequences_of(seed):
@@ -246,7 +246,7 @@ def two_steps(ranks, folder):
         config, settings, policy = policy_of(
             folder, ranks, lora_rank=4, init_adapter=None, output_dir=str(folder / "run"), learning_rate=1e-2
         )
-        accumulator = make_trainer._accumulator(config, settings, policy, ranks)
+        accumulator = policy_kinds.make_accumulator(config, settings, policy, ranks)
         checkpointer = make_trainer._checkpointer(config, settings, ranks, policy, accumulator, None, {})
         if part == "first":
             accumulator.add(pack(sequences_of(4)))

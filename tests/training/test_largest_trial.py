@@ -9,7 +9,8 @@ from fake_chain import SETTINGS, chain_config
 from tiny_policy import pack, random_sequence, save_tiny_model
 
 from async_grpo.cluster.make_critic import load_critic
-from async_grpo.cluster.make_trainer import _accumulator, _policy, is_trial_cheap
+from async_grpo.cluster.make_trainer import is_trial_cheap
+from async_grpo.cluster.policy_kinds import load_language_policy, make_accumulator
 from async_grpo.errors import OutOfMemory
 from async_grpo.messages import LoraSettings
 from async_grpo.modeling import full_tensor
@@ -42,8 +43,8 @@ def trained(model):
         rng = np.random.default_rng(3)
         torch.manual_seed(0)
         with distributed_run("cpu") as ranks:
-            policy = _policy(config, settings, ranks)
-            accumulator = _accumulator(config, settings, policy, ranks)
+            policy = load_language_policy(config, settings, ranks)
+            accumulator = make_accumulator(config, settings, policy, ranks)
             if with_trial:
                 try_largest(accumulator, VOCAB, config, settings.max_total_tokens)
             metrics = []
@@ -95,8 +96,8 @@ def test_gradients_do_not_depend_on_the_order_of_the_micro_batches(model):
     gradients = []
     with distributed_run("cpu") as ranks:
         for order in (1, -1):
-            policy = _policy(config, SETTINGS, ranks)
-            accumulator = _accumulator(config, SETTINGS, policy, ranks)
+            policy = load_language_policy(config, SETTINGS, ranks)
+            accumulator = make_accumulator(config, SETTINGS, policy, ranks)
             for batch in batches[::order]:
                 accumulator.add(batch)
             gradients.append({name: weight.grad.clone() for name, weight in policy.named_parameters()})
@@ -126,7 +127,7 @@ def test_its_size_is_the_largest_that_the_options_allow(max_tokens, longest, gro
 def test_a_lack_of_memory_shows_before_the_first_step(model, monkeypatch):
     config = chain_config(model_name_or_path=str(model))
     with distributed_run("cpu") as ranks:
-        accumulator = _accumulator(config, SETTINGS, _policy(config, SETTINGS, ranks), ranks)
+        accumulator = make_accumulator(config, SETTINGS, load_language_policy(config, SETTINGS, ranks), ranks)
         moments = []
 
         def exhausted(*_):
@@ -154,8 +155,8 @@ def test_the_trial_trains_the_policy_even_if_the_first_steps_train_the_critic_al
     options = {"advantage_estimator": "gae", "critic_model": "same", "critic_warmup_steps": 2}
     config = chain_config(model_name_or_path=str(model), dtype="float32", **options)
     with distributed_run("cpu") as ranks:
-        policy = _policy(config, SETTINGS, ranks)
-        accumulator = _accumulator(config, SETTINGS, policy, ranks)
+        policy = load_language_policy(config, SETTINGS, ranks)
+        accumulator = make_accumulator(config, SETTINGS, policy, ranks)
         accumulator.critic = load_critic(config, SETTINGS, ranks)
         trained_parameters = set()
         for model_name, trained in (("policy", policy), ("critic", accumulator.critic.model)):

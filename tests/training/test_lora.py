@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 from two_ranks import full, on_two_ranks, recording_accumulator, relative_error
 
 from async_grpo.algorithm.config import AlgorithmConfig
-from async_grpo.cluster import make_trainer
+from async_grpo.cluster import make_trainer, policy_kinds
 from async_grpo.config.lora import lora_settings
 from async_grpo.config.run import RunConfig
 from async_grpo.launch.export import ExportConfig, export
@@ -94,7 +94,7 @@ def step_on_ranks(ranks, folder, seed):
     sequences = sequences_of(seed)
     config = run_config(folder, init_adapter=str(folder / "adapter"))
     settings = settings_of(config)
-    policy = make_trainer._policy(config, settings, ranks)
+    policy = policy_kinds.load_language_policy(config, settings, ranks)
     sent = {name: tensor.clone() for name, tensor in named_full_tensors(policy)}
     exporter = ModelExporter(folder, folder / "model", ranks, lora=settings.lora)
     exporter.save(policy, 1)
@@ -138,7 +138,7 @@ def policy_of(folder, ranks, dtype="float32", **options):
     """(configuration, settings, policy) of a run."""
     config = run_config(folder, **options)
     settings = settings_of(config, dtype=dtype)
-    return config, settings, make_trainer._policy(config, settings, ranks)
+    return config, settings, policy_kinds.load_language_policy(config, settings, ranks)
 
 
 def logprobs_of(policy):
@@ -189,7 +189,7 @@ def checkpoint_of_two_steps(ranks, folder):
     policies = []
     for part in ("first", "second"):
         config, settings, policy = policy_of(folder, ranks, lora_rank=4, output_dir=str(folder / "run"))
-        accumulator = make_trainer._accumulator(config, settings, policy, ranks)
+        accumulator = policy_kinds.make_accumulator(config, settings, policy, ranks)
         checkpointer = make_trainer._checkpointer(config, settings, ranks, policy, accumulator, None, {})
         if part == "first":
             accumulator.add(batches[0])
@@ -244,7 +244,7 @@ def step_in_bfloat16(ranks, folder):
     config, settings, policy = policy_of(folder, ranks, dtype="bfloat16", lora_rank=4, kl_coef=0.1)
     dtypes = {name: str(weight.dtype) for name, weight in policy.named_parameters()}
     before = {name: full(weight.detach()).clone() for name, weight in policy.named_parameters()}
-    accumulator = make_trainer._accumulator(config, settings, policy, ranks)
+    accumulator = policy_kinds.make_accumulator(config, settings, policy, ranks)
     accumulator.add(pack(sequences_of(6)))
     metrics = accumulator.finish()
     changed = []

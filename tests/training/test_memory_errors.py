@@ -12,8 +12,9 @@ import torch
 from fake_chain import SETTINGS, chain_config
 from tiny_policy import pack, random_sequence, save_tiny_model
 
-from async_grpo.cluster import make_trainer as make_trainer_module
-from async_grpo.cluster.make_trainer import _accumulator, _policy, make_trainer
+from async_grpo.cluster import policy_kinds
+from async_grpo.cluster.make_trainer import make_trainer
+from async_grpo.cluster.policy_kinds import load_language_policy, make_accumulator
 from async_grpo.errors import OutOfMemory
 from async_grpo.training.config import OptimizerConfig
 from async_grpo.training.distributed import GPU_SHARE, distributed_run
@@ -46,7 +47,7 @@ def accumulator_of(model):
 
         def make(**options):
             config = chain_config(model_name_or_path=str(model), **options)
-            return _accumulator(config, SETTINGS, _policy(config, SETTINGS, ranks), ranks)
+            return make_accumulator(config, SETTINGS, load_language_policy(config, SETTINGS, ranks), ranks)
 
         yield make
 
@@ -94,8 +95,8 @@ def test_in_the_optimizer_step(accumulator_of, batch, monkeypatch, update_stats)
 
 
 def test_while_the_model_is_loaded(model, monkeypatch):
-    kind = dataclasses.replace(make_trainer_module.POLICY_KINDS["text"], load=exhausted)
-    monkeypatch.setitem(make_trainer_module.POLICY_KINDS, "text", kind)
+    kind = dataclasses.replace(policy_kinds.POLICY_KINDS["text"], load=exhausted)
+    monkeypatch.setitem(policy_kinds.POLICY_KINDS, "text", kind)
     config = chain_config(model_name_or_path=str(model))
     with (
         distributed_run("cpu") as ranks,
@@ -128,7 +129,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from tiny_policy import SETTINGS, pack, save_tiny_model
-from async_grpo.cluster.make_trainer import _accumulator, _policy
+from async_grpo.cluster.policy_kinds import load_language_policy, make_accumulator
 from async_grpo.config.run import RunConfig
 from async_grpo.training.distributed import distributed_run
 
@@ -144,7 +145,7 @@ def rows(length):
     return pack([sequence])
 
 with distributed_run("cpu") as ranks:
-    accumulator = _accumulator(config, SETTINGS, _policy(config, SETTINGS, ranks), ranks)
+    accumulator = make_accumulator(config, SETTINGS, load_language_policy(config, SETTINGS, ranks), ranks)
     accumulator.add(rows(40))
     accumulator.finish()
     used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()

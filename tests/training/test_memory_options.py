@@ -9,7 +9,7 @@ import torch
 from tiny_policy import SETTINGS, pack, random_sequence, save_tiny_model, tiny_model
 from two_ranks import on_two_ranks
 
-from async_grpo.cluster import make_trainer
+from async_grpo.cluster import policy_kinds
 from async_grpo.config.run import RunConfig
 from async_grpo.errors import CheckpointBroken, ConfigurationError
 from async_grpo.modeling import copies, local_shard
@@ -42,8 +42,8 @@ RATE = {
 def made(ranks, folder, run="run", **options):
     """Policy, accumulator and checkpointer as the trainer makes them."""
     config = RunConfig(model_name_or_path=str(folder / "model"), **RATE, **options)
-    policy = make_trainer._policy(config, SETTINGS, ranks)
-    accumulator = make_trainer._accumulator(config, SETTINGS, policy, ranks)
+    policy = policy_kinds.load_language_policy(config, SETTINGS, ranks)
+    accumulator = policy_kinds.make_accumulator(config, SETTINGS, policy, ranks)
     saver = Checkpointer(folder / run, ranks, policy, accumulator.scheduler, 2, 60, options={}, inputs={})
     return policy, accumulator, saver
 

@@ -8,7 +8,7 @@ from safetensors.torch import load_file, save_file
 from tiny_policy import SETTINGS, save_tiny_model
 from two_ranks import full, on_two_ranks
 
-from async_grpo.cluster import make_trainer
+from async_grpo.cluster import policy_kinds
 from async_grpo.config.run import RunConfig
 from async_grpo.modeling.load import load_causal_lm
 from async_grpo.modeling.policy import PolicyModel
@@ -21,9 +21,9 @@ SEQUENCE = IDS, torch.tensor([0, len(IDS)]), torch.ones(len(IDS), dtype=torch.bo
 def policy_of_ranks(ranks, folder):
     """Its weights and the log-probs of a text; whether it was loaded whole; and its critic's weights."""
     whole = []
-    make_trainer.load_causal_lm = lambda *given: whole.append(1) or load_causal_lm(*given)
+    policy_kinds.load_causal_lm = lambda *given: whole.append(1) or load_causal_lm(*given)
     options = {"model_name_or_path": str(folder / "model"), "data_path": "x", "advantage_estimator": "gae"}
-    policy = make_trainer._policy(RunConfig(**options, reward_fns="format"), SETTINGS, ranks)
+    policy = policy_kinds.load_language_policy(RunConfig(**options, reward_fns="format"), SETTINGS, ranks)
     logprobs, *_ = policy(*SEQUENCE)
     logprobs.sum().backward()
     gradients = {name: full(p.grad).clone() for name, p in policy.named_parameters() if p.grad is not None}
