@@ -4,12 +4,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 ROOT = Path(__file__).resolve().parents[2]
 
 
-@pytest.mark.slow
 def test_examples_and_losses_pass_with_checked_shapes():
     """In a process of their own, because only modules that are not imported yet can be checked."""
     files = ["async_grpo/algorithm", "tests/algorithm/test_losses.py"]

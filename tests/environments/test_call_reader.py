@@ -109,7 +109,6 @@ def test_ids_that_the_policy_wrote_itself_are_kept(text, ids):
     assert [call.id for call in call_reader._with_sampled_ids(turn, text).calls] == ids
 
 
-@pytest.mark.slow
 def test_the_real_process_reads_calls_and_thoughts_and_refuses_unknown_names(tmp_path):
     pytest.importorskip("vllm")
     chat = family_chat("qwen3_coder", tmp_path / "a", reasoning_parser="qwen3")

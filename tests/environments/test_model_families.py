@@ -27,7 +27,7 @@ from async_grpo.environments import call_reader, grammars
 from async_grpo.environments.typed_output import TypedOutput
 from async_grpo.errors import ConfigurationError, RequestRefused
 
-pytestmark = [needs_templates, pytest.mark.slow]
+pytestmark = needs_templates
 
 # Template -> the parser that is chosen
 PARSERS = {

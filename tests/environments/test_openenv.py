@@ -26,7 +26,6 @@ from async_grpo.options.source_file import SourceFile
 
 FILE = Path(ecosystem.__file__).parent / "openenv.py"
 pytestmark = [
-    pytest.mark.slow,
     pytest.mark.skipif(not there("openenv"), reason="openenv-core is not there: scripts/setup_extras"),
 ]
 

@@ -18,7 +18,6 @@ from async_grpo.types import Completion, Prompt
 
 PYTHON = Path(sys.prefix, "verifiers", "bin", "python")
 pytestmark = [
-    pytest.mark.slow,
     pytest.mark.skipif(
         not PYTHON.exists() and not os.environ.get("REQUIRE_EXTRAS"),
         reason="verifiers is not there: scripts/setup_extras",

@@ -22,7 +22,6 @@ def conversation(*roles: str) -> list[dict]:
 
 
 @needs_templates
-@pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(path.stem for path in TEMPLATES.glob("*.jinja")))
 @pytest.mark.parametrize(
     "roles",

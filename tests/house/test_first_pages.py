@@ -96,7 +96,6 @@ def test_rows_of_the_hub_become_questions(tmp_path, monkeypatch):
     )
 
 
-@pytest.mark.slow
 def test_right_answers_earn_one_and_wrong_ones_nothing(tmp_path):
     made = tmp_path / "completions.jsonl"
     run_page(DATA_PAGE, "completions.py", FOLDER / "gsm8k_sample.jsonl", made)

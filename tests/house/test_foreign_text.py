@@ -11,12 +11,13 @@ import itertools
 import re
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, get_args
 
 import pytest
-from reading_time import SHARE, TooSlow, is_surely_read_in_time, within
+from reading_time import SHARE, TooSlow, check_growth, within
 
 from async_grpo.environments import call_formats, call_reader
 from async_grpo.environments.control_tokens import ControlTokens
@@ -691,9 +692,7 @@ def feed(name: str, unit: str, num_characters: int) -> None:
     num_characters = min(num_characters, READ_CHARACTERS.get(name, num_characters))
     shorts, wholes = texts_of(unit, num_characters // SHARE), texts_of(unit, num_characters)
     for short, whole in zip(shorts, wholes, strict=True):
-        if not is_surely_read_in_time(lambda short=short: read(name, short), SECONDS, what):
-            with within(SECONDS, what):
-                read(name, whole)
+        check_growth(partial(read, name, short), partial(read, name, whole), SECONDS, what)
 
 
 def feed_whole(name: str, unit: str, num_characters: int) -> None:
@@ -711,7 +710,9 @@ def num_characters_for(name: str) -> int:
     return NUM_CHARACTERS if name in IN_THE_LOOP else NUM_OTHER_CHARACTERS
 
 
-MARKED = [pytest.param(name, marks=pytest.mark.slow) if name in MANY_SECONDS else name for name in FEEDS]
+MARKED = [
+    pytest.param(name, marks=pytest.mark.exhaustive) if name in MANY_SECONDS else name for name in FEEDS
+]
 
 
 @pytest.mark.parametrize("name", MARKED)

@@ -56,7 +56,7 @@ print(json.dumps(found))
 """
 
 
-@pytest.mark.parametrize("alone", [pytest.param((), marks=pytest.mark.slow), ("typer",), ("ray",)], ids=str)
+@pytest.mark.parametrize("alone", [(), ("typer",), ("ray",)], ids=str)
 def test_a_room_brings_in_only_what_it_may(alone):
     """In one process, rooms that may bring in more after those that may bring in less: what is new is theirs."""
     groups = (
@@ -73,7 +73,6 @@ def test_a_room_brings_in_only_what_it_may(alone):
     }
 
 
-@pytest.mark.slow
 def test_every_module_can_be_imported():
     """Also one that no test imports. Those of `ecosystem` need packages of environments, and have tests of their own."""
     pytest.importorskip("vllm")

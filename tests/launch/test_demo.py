@@ -163,7 +163,6 @@ def test_the_reward_of_a_digit_in_an_ink_falls_if_either_part_of_the_prompt_is_w
     assert thick_strokes(in_other_ink) == pytest.approx(thick_strokes(sample), abs=0.01)
 
 
-@pytest.mark.slow
 def test_the_drawing_model_is_trained_with_embeddings_of_digit_and_ink_and_saved_as_sums_of_them(
     tmp_path, monkeypatch
 ):

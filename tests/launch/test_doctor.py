@@ -56,7 +56,6 @@ def levels(findings) -> dict[str, str]:
     return {finding.name: finding.level for finding in findings}
 
 
-@pytest.mark.slow
 def test_a_sound_run_on_a_sound_machine_has_no_error(tmp_path, capsys):
     """All looks, the all-reduce among them; nothing is written."""
     files = sorted(tmp_path.rglob("*"))

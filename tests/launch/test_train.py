@@ -391,7 +391,6 @@ def test_a_wrong_option_is_refused_before_anything_is_written(tmp_path, runs, op
     assert runs == [] and list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.slow
 def test_the_checks_of_the_command_are_made_and_say_the_same(tmp_path, monkeypatch):
     with pytest.raises(ConfigurationError, match="unknown reward function countdwn.*did you mean countdown"):
         train(TINY_MODEL, ROWS, "countdwn", output_dir=tmp_path / "run", **SMALL)

@@ -260,7 +260,6 @@ def test_a_file_of_options_that_is_no_toml_or_holds_an_unknown_one(tmp_path, cap
             assert said in refusal(command, [str(tmp_path / "run.toml")], tmp_path, capsys)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("command", "changes", "said"),
     [

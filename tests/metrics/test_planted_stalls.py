@@ -11,7 +11,6 @@ from pathlib import Path
 
 import hostile_server as hostile
 import numpy as np
-import pytest
 from fake_chain import GROUPS, STEPS, Chain, PoolVerification
 from hostile_server import HostileServer
 
@@ -194,7 +193,6 @@ leave()
 """
 
 
-@pytest.mark.slow
 def test_a_rank_that_is_asleep(tmp_path):
     from async_grpo.launch.process_variables import free_port
 

@@ -78,6 +78,7 @@ def call(*arguments: str) -> str:
     return done.stdout + done.stderr
 
 
+@pytest.mark.exhaustive
 def test_a_run_draws_trains_saves_and_goes_on(tmp_path):
     model = save_tiny_pipeline("stable_diffusion_3", tmp_path / "model")
     train(tmp_path, model, 2)

@@ -269,6 +269,7 @@ def environments_of(run: subprocess.Popen) -> list[psutil.Process]:
     return environments
 
 
+@pytest.mark.exhaustive
 def test_a_run_with_an_environment_outlives_its_killed_processes_and_says_what_failed(tmp_path):
     data = tmp_path / "rows.jsonl"
     data.write_text("".join(json.dumps({"input": "1-16", "seed": seed}) + "\n" for seed in range(64)))
@@ -351,6 +352,7 @@ sys.exit(0 if len(text) % 2 else 100)
 """
 
 
+@pytest.mark.exhaustive
 def test_a_script_with_the_official_client_is_trained_and_loses_no_token_with_a_killed_engine(tmp_path):
     """Four steps of an unmodified script with tools, streaming and typed output; the only engine dies on the way."""
     (tmp_path / "agent.py").write_text(AGENT)

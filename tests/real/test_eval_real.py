@@ -56,6 +56,7 @@ def checkpoint_of(folder: Path, held_out: Path, name: str) -> Path:
 LONG = long_test("a minute")
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("name", "answered"),
     [

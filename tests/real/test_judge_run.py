@@ -38,6 +38,7 @@ PAGE = textwrap.dedent(
 )
 
 
+@pytest.mark.exhaustive
 def test_a_run_with_its_own_judge_scores_everything_and_ends_in_order(tmp_path, capsys):
     page, run, ledger, cache = (tmp_path / name for name in ("page.py", "run", "ledger", "verdicts.sqlite"))
     page.write_text(PAGE)

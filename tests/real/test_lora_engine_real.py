@@ -220,6 +220,7 @@ FAULTS = {
 }
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("fault", FAULTS)
 def test_each_way_to_lose_an_adapter_is_refused_by_name(engine, policy, fault):
     modules = lora_settings(policy, RANK, SCALING).layers
@@ -311,6 +312,7 @@ def test_an_engine_that_joins_late_serves_only_with_the_proven_base_and_the_curr
     assert largest_error(engine, trainer) < 1e-4 and largest_error(late_engine, trainer) < 1e-4
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_late_engine_that_loses_the_adapter_is_fenced_by_name_and_the_others_go_on(
     engine, late_engine, policy, fault

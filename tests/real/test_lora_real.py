@@ -77,7 +77,8 @@ def test_the_cells_of_the_notebook_train_a_real_model_and_load_its_adapter(
     assert "Portugal" in capsys.readouterr().out.splitlines()[-1]
 
 
-@pytest.mark.parametrize("sync", ["merged", pytest.param("adapter", marks=pytest.mark.exhaustive)])
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("sync", ["merged", "adapter"])
 def test_engines_sample_with_the_values_of_a_base_in_4_bits(tmp_path, sync):
     """Original weights in the engines would show: their KL to the base in 4 bits is thousands of times as large."""
     folder = tmp_path / "run"

@@ -39,6 +39,7 @@ def ended(folder: Path, **options: object) -> tuple[str, str]:
     return output, explanation
 
 
+@pytest.mark.exhaustive
 def test_of_the_trainer(tmp_path):
     (tmp_path / "loss.py").write_text(LOSS)
     texts = ended(tmp_path, engine="fake", policy_loss=f"{tmp_path / 'loss.py'}:greedy")
@@ -48,6 +49,7 @@ def test_of_the_trainer(tmp_path):
         assert "planned for this trainer rank: about" in text and "can't allocate memory" in text
 
 
+@pytest.mark.exhaustive
 def test_of_an_engine_whose_process_alone_knows_the_cause(tmp_path):
     texts = ended(tmp_path, engine_options=f"kv_cache_memory_bytes={TOO_MANY_BYTES}")
     for text in texts:

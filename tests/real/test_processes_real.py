@@ -21,6 +21,7 @@ from async_grpo.weights.publisher import Publisher
 pytestmark = [pytest.mark.real, pytest.mark.usefixtures("engine_environment")]
 
 
+@pytest.mark.exhaustive
 def test_an_engine_of_several_processes_takes_weights_proves_them_and_changes_them_in_flight(monkeypatch):
     """On the CPU the model runs in the engine's own process otherwise, which no GPU does."""
     monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "1")

@@ -150,6 +150,7 @@ child.kill()
 """
 
 
+@pytest.mark.exhaustive
 def test_ctrl_c_ends_a_run_in_order_and_the_program_goes_on_with_it_and_with_new_functions_of_the_same_names(
     tmp_path,
 ):

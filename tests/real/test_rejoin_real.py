@@ -46,6 +46,7 @@ def scratch() -> Iterator[Path]:
         yield Path(folder)
 
 
+@pytest.mark.exhaustive
 def test_workers_outlive_a_killed_trainer_serve_the_next_and_drain_when_told(tmp_path, scratch):
     folder = tmp_path / "run"
     variables = process_variables.run_environment("", 1, scratch / "up", tmp_path)

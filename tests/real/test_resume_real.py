@@ -61,7 +61,7 @@ def kill_after_a_step(folder: Path, step: int) -> None:
 @pytest.mark.parametrize(
     ("is_timed", "is_killed"),
     [
-        (False, False),
+        pytest.param(False, False, marks=pytest.mark.exhaustive),
         pytest.param(True, False, marks=pytest.mark.exhaustive),
         pytest.param(True, True, marks=long_test("three minutes")),
     ],

@@ -15,7 +15,7 @@ from async_grpo.metrics.watchdog import stalls_of
 from async_grpo.metrics.writer import holder
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(400)]
-STEPS = 10
+STEPS = 40  # more than are done until the last question, and each is quick
 PAGE = """
 import os
 
@@ -58,6 +58,7 @@ def said_with(expected: str, folder: Path, run: subprocess.Popen) -> str:
         time.sleep(0.2)
 
 
+@pytest.mark.exhaustive
 def test_an_endless_verifier_a_stopped_engine_and_a_question_are_told_and_the_run_ends_well(tmp_path):
     flag, folder = tmp_path / "flag", tmp_path / "run"
     run = start(tmp_path, flag)

@@ -21,7 +21,7 @@ from listening import Listener, listeners, own_addresses
 from async_grpo.data import COUNTDOWN_TRAIN, TINY_MODEL
 from async_grpo.launch.process_variables import free_port
 
-pytestmark = [pytest.mark.real, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.real, pytest.mark.exhaustive, pytest.mark.timeout(300)]
 INTRUDER = Path(__file__).resolve().parents[1] / "helpers" / "intruder.py"
 READY_S, INTRUDER_S = 200.0, 120.0
 HERE, THERE = "198.18.77.1", "198.18.77.2"  # of the range for tests of networks (RFC 2544)

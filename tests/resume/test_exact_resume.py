@@ -117,7 +117,7 @@ if KILLS := int(os.environ.get("RANDOM_KILLS", 0)):
     ]
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.timeout(7200)
 @pytest.mark.parametrize(("staleness", "ranks", "kills", "lora_rank", "passes"), CASES)
 def test_a_run_killed_at_random_moments_ends_as_one_that_was_not(
@@ -152,15 +152,14 @@ def ends_as_one_that_was_not(work: Callable[[Path, int], None], tmp_path: Path) 
         assert tensor.tobytes() == resumed[name].tobytes(), name
 
 
+@pytest.mark.exhaustive
 @NEEDS_DIFFUSERS
-@pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("by_nft", [False, True])
 def test_a_run_that_draws_and_is_killed_at_three_moments_ends_as_one_that_was_not(tmp_path, by_nft):
     ends_as_one_that_was_not(partial(scripted_run.draw, by_nft=by_nft), tmp_path)
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_a_run_whose_prompts_have_images_and_is_killed_at_three_moments_ends_as_one_that_was_not(tmp_path):
     ends_as_one_that_was_not(scripted_run.see, tmp_path)

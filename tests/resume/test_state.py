@@ -211,7 +211,6 @@ def resume_on_ranks(ranks, folder):
     return trained(ranks, folder, 9, resume=True)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("saves", "resumes"), [(2, 1), pytest.param(1, 3, marks=pytest.mark.exhaustive)])
 def test_optimizer_schedule_weights_and_gradients_go_on_whatever_the_ranks(tmp_path, saves, resumes, ranks):
     expected, expected_gradients = trained(ranks, tmp_path / "other", 9, resume=False)

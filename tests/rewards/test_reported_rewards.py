@@ -189,7 +189,6 @@ def test_a_reward_that_closes_descriptors_by_their_numbers_dies_by_name():
 
 
 @needs_reports
-@pytest.mark.slow
 @pytest.mark.parametrize("name", SLOW)
 async def test_rewards_that_hang_or_start_processes_leave_none_behind(name):
     await asyncio.wait_for(score_twice(name), 100)

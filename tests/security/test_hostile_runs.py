@@ -258,6 +258,7 @@ def looked_at(run: Run, capfd) -> str:
     return shown + "".join(capfd.readouterr())
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("kind", FOLDERS)
 def test_a_hostile_run_is_shown_or_refused_in_a_sentence(run, capfd, kind):
     FOLDERS[kind](run)

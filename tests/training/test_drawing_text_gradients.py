@@ -19,7 +19,7 @@ from async_grpo.training.drawing.objective import FlowObjective
 from async_grpo.training.drawing.policy import shard_flow_policy
 from async_grpo.types import Completion, FinishReason, Prompt, RewardStatus, Sample, Verdict
 
-pytestmark = [NEEDS_DIFFUSERS, pytest.mark.slow]
+pytestmark = NEEDS_DIFFUSERS
 GUIDANCE = 3.0
 
 

@@ -16,7 +16,6 @@ from benchmarks import gpu_check
 ROOT = Path(gpu_check.__file__).parent.parent
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in gpu_check.ROWS if name != "compile"])  # which takes longer
 def test_a_row_passes_in_small(ranks, name):
     outcome = gpu_check.checked(gpu_check.ROWS[name], gpu_check.Bench(ranks, tiny=True))

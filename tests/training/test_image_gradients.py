@@ -139,7 +139,6 @@ def test_two_ranks_of_which_one_has_images_make_the_gradient_of_transformers(fol
     assert relative_error(gradients["lora"], expected_lora)[0] < 1e-5
 
 
-@pytest.mark.slow
 @pytest.mark.exhaustive
 @pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler on CPUs")
 def test_a_compiled_language_model_gives_the_same_gradient(ranks, folder):

@@ -157,7 +157,6 @@ with distributed_run("cpu") as ranks:
 """
 
 
-@pytest.mark.slow
 def test_a_real_lack_of_memory_is_named(tmp_path):
     """The kernel refuses the process more than 48 MiB."""
     command = [sys.executable, "-c", LIMITED, str(tmp_path)]

@@ -97,7 +97,7 @@ def both(tmp_path_factory):
     return on_two_ranks(work, folder, world_size=4), folder
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_every_layout_takes_the_steps_of_one_rank(both, ranks):
     (found, held), folder = both
     expected, all_weights, canary, _ = trained(ranks, folder)
@@ -138,7 +138,6 @@ def eight_bits(ranks, folder):
     return metrics, after, resumed, local_shard(state["exp_avg"]).codes.float()
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(not Path(EXTRAS, "torchao").is_dir(), reason="scripts/setup installs torchao there")
 def test_moments_of_8_bits_train_nearly_as_whole_ones_and_are_resumed_bit_for_bit(
     tmp_path, ranks, monkeypatch

@@ -4,7 +4,6 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
-import pytest
 import torch
 from fake_chain import Chain, chain_config
 from safetensors.numpy import load_file
@@ -68,7 +67,6 @@ def work(ranks, folder):
     }
 
 
-@pytest.mark.slow
 def test_two_ranks_send_a_mixture_of_policy_and_reference_and_keep_the_policy(tmp_path):
     results = on_two_ranks(work, tmp_path)
     trained, sent, moments = results["mixed"]

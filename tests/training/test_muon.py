@@ -92,7 +92,6 @@ def names_of_matrices():
     return {name for name, p in policy.named_parameters() if any(p is matrix for matrix in matrices)}
 
 
-@pytest.mark.slow
 def test_matrices_are_updated_by_newton_schulz_and_the_rest_by_adamw_on_one_rank_and_two(ranks, tmp_path):
     matrices = names_of_matrices()
     assert len(matrices) == 2 * 7  # per layer: q, k, v, o, gate, up, down

@@ -364,7 +364,7 @@ def two_ranks(tmp_path_factory):
     return on_two_ranks(work, tmp_path_factory.mktemp("ranks"), deadline_s=240)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("case", CASES)
 def test_every_pass_on_two_ranks_has_the_gradient_of_one_padded_pass(two_ranks, case):
     gradients, order, metrics = two_ranks[case]
@@ -383,7 +383,6 @@ def test_every_pass_on_two_ranks_has_the_gradient_of_one_padded_pass(two_ranks, 
     assert "pass_kl" not in metrics[0] and all(line["pass_kl"] > 1e-5 for line in metrics[2:])
 
 
-@pytest.mark.slow
 def test_the_clip_holds_tokens_from_the_second_pass_on(two_ranks):
     _, _, metrics = two_ranks["the policy at the start"]
     held = [line["avg_pg_clip"] for line in metrics]

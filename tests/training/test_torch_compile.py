@@ -32,7 +32,7 @@ def gradients(ranks, batch, **options):
     return optimizer.gradients, accumulator
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler on CPUs")
 def test_compiled_layers_give_the_same_gradient_and_are_not_compiled_again(ranks, eager_again):
     rng = np.random.default_rng(0)

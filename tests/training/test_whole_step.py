@@ -186,7 +186,6 @@ def two_ranks(tmp_path_factory):
     return on_two_ranks(work, tmp_path_factory.mktemp("ranks"), deadline_s=240)
 
 
-@pytest.mark.slow  # the gradients of the fast tests are those of test_gradient_exactness.py
 @pytest.mark.parametrize(
     "case", [case for case in CASES if not case.startswith("clip_cov")]
 )  # whose random choice goes by the token's own number, which a padded batch does not know
@@ -200,7 +199,6 @@ def test_two_ranks_with_any_packing_give_the_gradient_of_one_padded_pass(two_ran
     assert overall < TOLERANCE and worst < TOLERANCE
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("case", [case for case in CASES if case.startswith("clip_cov")])
 def test_a_random_choice_of_tokens_does_not_depend_on_ranks_and_packing(two_ranks, ranks, case):
     metrics, gradients = step_gradients(ranks, case, [pack(minibatch(list(CASES).index(case), case))])
@@ -210,7 +208,6 @@ def test_a_random_choice_of_tokens_does_not_depend_on_ranks_and_packing(two_rank
         assert metrics["selected_frac"] > 0.03
 
 
-@pytest.mark.slow
 def test_diagnostics_are_reported_whatever_the_loss(two_ranks):
     names = "mismatch_kl ess ratio_p01 ratio_p50 ratio_p99 clip_frac_low clip_frac_high".split()
     for case, (metrics, _) in two_ranks.items():
@@ -222,7 +219,6 @@ def test_diagnostics_are_reported_whatever_the_loss(two_ranks):
     assert two_ranks["critic"][0]["explained_variance"] < 1
 
 
-@pytest.mark.slow
 def test_the_masks_and_terms_of_the_step_report_what_they_did(two_ranks):
     metrics = {case: values for case, (values, _) in two_ranks.items()}
     assert 0.05 < metrics["off-policy mask"]["off_policy_masked_frac"] < 0.95

@@ -382,7 +382,6 @@ def publish_from_shards(ranks, folder):
     return sizes
 
 
-@pytest.mark.slow
 def test_two_ranks_send_the_changes_of_whole_tensors(tmp_path):
     sizes = on_two_ranks(publish_from_shards, tmp_path)
     assert sizes[0] > 200 and sizes[1:] == [8, 8, 8]

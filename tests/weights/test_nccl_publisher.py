@@ -144,7 +144,6 @@ def test_an_engine_that_dies_while_it_joins_is_left_out_at_once():
     assert control.log[-1] == "commit 0 g0" and time.monotonic() - begun < 10
 
 
-@pytest.mark.slow
 def test_a_transfer_that_never_ends_does_not_keep_the_process_alive():
     code = """
 import threading, torch
@@ -234,7 +233,6 @@ def gathered_while_sending(ranks, folder):
     return logs, arrived
 
 
-@pytest.mark.slow
 def test_no_rank_gathers_while_a_broadcast_is_in_flight(tmp_path):
     """Two communicators at work on one device can wait for each other (FSDP2's and that of the engines)."""
     pytest.importorskip("vllm")

@@ -118,7 +118,6 @@ def publisher_of(engine: Engine, dtype=torch.bfloat16, tolerance: float | None =
     return Publisher(engine, named_weights, canary, dtype, 0, WeightConfig(canary_tolerance=tolerance))
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(
     ("layers", "hidden", "watched", "smallest"),
@@ -146,7 +145,6 @@ def test_a_healthy_bfloat16_engine_starts_and_each_tensor_that_it_loses_shows(
     assert metrics["canary_error"] < 0.1
 
 
-@pytest.mark.slow
 def test_the_sums_of_a_wide_float32_model_may_round_in_the_self_test():
     """Noise makes log-probs of 60; one of 31 M parameters missed them by 8e-5, and 5e-5 was allowed."""
 

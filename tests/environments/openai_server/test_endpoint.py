@@ -350,7 +350,6 @@ def test_an_agent_that_writes_much_and_reads_nothing_ends_in_its_time_and_leaves
     assert "never asked the policy" in one.outcome.failure and one.truncated == ("yes" in text)
 
 
-@pytest.mark.slow
 def test_agents_that_are_cancelled_as_they_start_leave_nothing_under_ray_s_event_loop_either(tmp_path):
     """uvloop closes a pipe's descriptor a second time: of somebody else's, which can end the process."""
     (tmp_path / "agent.py").write_text("import time; time.sleep(985)")
@@ -506,7 +505,6 @@ def test_a_lost_engine_is_an_error_of_the_server_and_of_the_run():
     run(story())
 
 
-@pytest.mark.slow
 def test_a_thousand_malformed_requests_neither_end_it_nor_leave_anything(caplog):
     dice = random.Random(3)
 

@@ -27,7 +27,7 @@ from async_grpo.environments.openai_server.responses_answer import response_of
 from async_grpo.environments.openai_server.responses_request import ResponsesRequest, messages_of_input
 from async_grpo.environments.trajectory_client import Reply
 
-pytestmark = [needs_templates, pytest.mark.slow]
+pytestmark = needs_templates
 
 WITH_TOOLS = sorted({path.stem for path in TEMPLATES.glob("*.jinja")} - set(WITHOUT_TOOLS))
 FLAT_TOOLS = [{"type": "function", **tool["function"]} for tool in TOOLS]

@@ -149,7 +149,6 @@ def test_a_client_that_leaves_in_the_middle_of_a_stream_leaves_a_turn_that_can_b
     run(story())
 
 
-@pytest.mark.slow
 def test_garbage_is_refused_and_never_an_error_of_the_server(caplog):
     dice = random.Random(5)
     atoms = [

@@ -90,6 +90,7 @@ def chain(count: int) -> list[str]:
     return [f"from __future__ import annotations\ndef f{i}(x): return f{i - 1}(x)\n" for i in range(count)]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("text_of", "count"),
     [

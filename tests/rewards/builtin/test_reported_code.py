@@ -374,6 +374,7 @@ def test_the_absolute_tolerance_helps_near_zero_and_negative_ones_are_refused():
         score({"completion": "print(7)", "tests": [PRINT_7]}, relative_tolerance=-1)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("text_of", "count"),
     [
