@@ -58,16 +58,10 @@ def kill_after_a_step(folder: Path, step: int) -> None:
         time.sleep(0.5)
 
 
-@pytest.mark.parametrize(
-    ("is_timed", "is_killed"),
-    [
-        pytest.param(False, False, marks=pytest.mark.exhaustive),
-        pytest.param(True, False, marks=pytest.mark.exhaustive),
-        pytest.param(True, True, marks=long_test("three minutes")),
-    ],
-)
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("is_killed", [False, pytest.param(True, marks=long_test("three minutes"))])
 def test_a_run_told_to_end_then_killed_then_out_of_time_goes_on_each_time_from_where_it_was(
-    tmp_path, is_timed, is_killed
+    tmp_path, is_killed
 ):
     """Without LONG_TESTS=1 it is not killed: tests/real/test_rejoin_real.py kills a trainer, which another one follows."""
     told = start(tmp_path, engine="fake")  # which starts sooner; the last one is vLLM
@@ -83,13 +77,12 @@ def test_a_run_told_to_end_then_killed_then_out_of_time_goes_on_each_time_from_w
         kill_after_a_step(tmp_path, manifest.step)
     step = newest(tmp_path)[1].step
 
-    if is_timed:
-        timed = start(tmp_path, **{"max-hours": 0.0005, "engine": "fake", "nproc-per-node": 2})
-        said, _ = timed.communicate(timeout=300)
-        assert timed.returncode == 75 and "--max-hours" in said, said
-        assert f"resumed after step {step}" in said, said
-        _, manifest = newest(tmp_path)
-        assert manifest.ended.startswith("--max-hours")  # by two ranks, the other of which has less to do
+    timed = start(tmp_path, **{"max-hours": 0.0005, "engine": "fake", "nproc-per-node": 2})
+    said, _ = timed.communicate(timeout=300)
+    assert timed.returncode == 75 and "--max-hours" in said, said
+    assert f"resumed after step {step}" in said, said
+    _, manifest = newest(tmp_path)
+    assert manifest.ended.startswith("--max-hours")  # by two ranks, the other of which has less to do
 
     again = start(tmp_path)
     said, _ = again.communicate(timeout=300)
