@@ -92,6 +92,10 @@ def refuse_ignored_keywords(schema: Mapping[str, Any]) -> None:
         for keyword in () if is_of_names else _ignored_keywords(part):
             _refuse(path, _why_ignored(keyword, part))
         _refuse_pattern(path, part)
+        branches = part.get("allOf")
+        if isinstance(branches, list) and len(branches) > 1:
+            # xgrammar would accept any JSON. vLLM 0.32 refuses it, too, vLLM 0.31 does not
+            _refuse(path, "allOf with several schemas cannot be enforced")
         names = part.get("required")
         if isinstance(names, list) and "required" in _enforced_keywords(part):
             properties = part.get("properties")

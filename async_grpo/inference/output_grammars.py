@@ -10,7 +10,7 @@ only this process ends, and the request is refused. The engine later compiles th
 
 import json
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -22,6 +22,7 @@ from async_grpo.inference.enforceable_schemas import (
     with_lengths_as_patterns,
 )
 from async_grpo.modeling.load import load_tokenizer
+from async_grpo.processes.untrusted_files import is_deeper
 from async_grpo.rewards.adapter.decorators import AdapterTraits
 from async_grpo.rewards.adapter.result import describe, failure
 from async_grpo.rewards.isolation.child import Answers
@@ -30,6 +31,10 @@ from async_grpo.rewards.isolation.lines import Message
 # Maximum number of white-space characters in a row between two parts of JSON, enough for an indentation. Without a
 # limit, a policy that hesitates could write white space up to the last token of its turn
 MAX_WHITE_SPACE = 40
+# Maximum depths of nested objects and lists, beyond which vLLM 0.32 refuses schema and grammar. Compiling them takes much
+# time. vLLM 0.31 has no such limit
+MAX_SCHEMA_DEPTH = 64
+MAX_GRAMMAR_DEPTH = 80
 # White space that may stand between a thought and the answer
 AFTER_THOUGHT = {"type": "regex", "pattern": "[ \\n]{0,4}"}
 
@@ -109,17 +114,12 @@ class GrammarHost:
         Raises:
             RequestRefused: xgrammar does not support the schema, or the format of the calls.
         """
-        from vllm.exceptions import VLLMValidationError
-        from vllm.sampling_params import check_json_nesting
         from vllm.v1.structured_output.backend_xgrammar import has_xgrammar_unsupported_json_features
 
         answers: list[dict[str, Any]] = []
         if request.schema:
             schema = json.loads(request.schema)
-            try:
-                check_json_nesting(schema)
-            except VLLMValidationError as error:
-                raise RequestRefused(str(error)) from None
+            _refuse_deep_nesting("schema", schema, MAX_SCHEMA_DEPTH)
             refuse_ignored_keywords(schema)
             refuse_without_answers(schema)
             # Some combinations contain a keyword that xgrammar ignores, such as `propertyNames` together with
@@ -127,7 +127,7 @@ class GrammarHost:
             if has_xgrammar_unsupported_json_features(schema):
                 raise RequestRefused(
                     "the schema has keywords that cannot be enforced together, such as a pattern and a length, "
-                    "properties and patternProperties, or several allOf, or a format that is not known"
+                    "properties and patternProperties, or a format that is not known"
                 )
             answers.append(
                 {
@@ -139,8 +139,8 @@ class GrammarHost:
         if request.tools:
             answers.append(self._calls(request))
         tag = {"type": "structural_tag", "format": _after_thought(request, _any_of(answers))}
+        _refuse_deep_nesting("description of a tool", tag, MAX_GRAMMAR_DEPTH)
         grammar = json.dumps(tag)
-        check_json_nesting(grammar, structural_tag=True)
         try:
             self._compiler.compile_structural_tag(grammar)
         except RuntimeError as error:
@@ -150,7 +150,6 @@ class GrammarHost:
     def _calls(self, request: GrammarRequest) -> dict[str, Any]:
         """Return the format of one or several calls, in the notation of the model family."""
         from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
-        from vllm.tool_parsers.structural_tag_registry import limit_to_single_tool_call
 
         tools = []
         for tool in request.tools:
@@ -176,10 +175,13 @@ class GrammarHost:
             raise RequestRefused(
                 f"calls in the format {request.tool_parser} cannot be enforced, because vLLM has no grammar of them"
             )
-        if request.has_one_call:
-            tag = limit_to_single_tool_call(tag)
         call_format: dict[str, Any] = tag.model_dump(mode="json")["format"]
-        _limit_white_space(call_format)
+        for part in _parts_of(call_format):
+            if part.get("type") == "json_schema":
+                part["max_whitespace_cnt"] = MAX_WHITE_SPACE
+            # A list of calls has this field, and no other part (vLLM 0.31 has no function that sets it)
+            if request.has_one_call and "stop_after_first" in part:
+                part["stop_after_first"] = True
         return call_format
 
 
@@ -199,17 +201,15 @@ def _enforceable_parameters(function: Mapping[str, Any]) -> dict[str, Any]:
     return with_lengths_as_patterns(parameters)
 
 
-def _limit_white_space(value: Any) -> None:
-    """Limit the white space in the arguments of calls, in place."""
+def _parts_of(value: Any) -> Iterator[dict[str, Any]]:
+    """Yield every object in the format of an answer, without the objects in the schemas that the user wrote."""
     if isinstance(value, dict):
-        # The value of `json_schema` is a schema that the user wrote. It contains no formats, so do not search it
-        if value.get("type") == "json_schema" and "json_schema" in value:
-            value["max_whitespace_cnt"] = MAX_WHITE_SPACE
-            return
-        value = list(value.values())
+        yield value
+        is_schema = value.get("type") == "json_schema" and "json_schema" in value
+        value = [] if is_schema else list(value.values())
     if isinstance(value, list):
         for item in value:
-            _limit_white_space(item)
+            yield from _parts_of(item)
 
 
 def _reason_of(error: RuntimeError) -> str:
@@ -217,6 +217,14 @@ def _reason_of(error: RuntimeError) -> str:
     line = str(error).splitlines()[0]
     _, mark, after_file = line.partition(".cc:")
     return after_file.partition(": ")[2] if mark else line
+
+
+def _refuse_deep_nesting(what: str, value: Any, max_depth: int) -> None:
+    """Raise RequestRefused if objects and lists are nested too deeply in a schema or grammar."""
+    if is_deeper(value, max_depth):
+        raise RequestRefused(
+            f"the {what} is nested too deeply: objects and lists may be nested at most {MAX_SCHEMA_DEPTH} levels deep"
+        )
 
 
 def _any_of(formats: Sequence[dict[str, Any]]) -> dict[str, Any]:

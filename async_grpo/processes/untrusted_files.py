@@ -184,7 +184,7 @@ def parse_json(text: str | bytes, *, unique_keys: bool = False) -> Any:
     except RecursionError as error:
         raise ValueError(too_deep) from error
     may_be_deep = text.count("[") + text.count("{") > MAX_JSON_DEPTH
-    if may_be_deep and _is_deeper(value, MAX_JSON_DEPTH):
+    if may_be_deep and is_deeper(value, MAX_JSON_DEPTH):
         raise ValueError(too_deep)
     return value
 
@@ -202,7 +202,12 @@ def _object_of(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     )
 
 
-def _is_deeper(value: Any, depth: int) -> bool:
+def is_deeper(value: Any, depth: int) -> bool:
+    """Return whether dicts and lists are nested more than `depth` levels deep in a value.
+
+    >>> is_deeper({"a": [1]}, 2), is_deeper({"a": [[1]]}, 2)
+    (False, True)
+    """
     level = [value]
     for _ in range(depth):
         containers = [item for item in level if isinstance(item, dict | list)]

@@ -148,7 +148,7 @@ def deeply_nested(levels: int) -> dict:
             "refers to another document or to an anchor, 'https://example.com/x'",
         ),
         ({"type": "integer", "multipleOf": 3}, "the schema: multipleOf cannot be enforced"),
-        ({"allOf": [{"type": "string"}, {"enum": ["a"]}]}, "keywords that cannot be enforced"),
+        ({"allOf": [{"type": "string"}, {"enum": ["a"]}]}, "allOf with several schemas cannot be enforced"),
         (deeply_nested(100), "nested too deeply"),
     ],
 )
