@@ -23,13 +23,14 @@ from pathlib import Path
 from async_grpo.cluster import policy_kinds
 from async_grpo.config.run import RunConfig
 from async_grpo.modeling import local_shard
+from async_grpo.training import sharding
 from async_grpo.training.distributed import distributed_run
 from async_grpo.messages import SharedRunSettings
 folder, whole = sys.argv[1], sys.argv[2] == "whole"
 settings = SharedRunSettings("x", "", 100, "float32", 1.0, (3,), 64, 16, "object_store", (), 0)
 with distributed_run("cpu", timeout_s=300) as ranks:
     if whole:
-        policy_kinds.weight_names = lambda path: ()
+        sharding.weight_names = lambda path: ()
     config = RunConfig(model_name_or_path=folder, data_path="x", reward_fns="format")
     policy = policy_kinds.load_language_policy(config, settings, ranks)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

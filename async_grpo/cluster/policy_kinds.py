@@ -1,4 +1,4 @@
-"""What differs between a trainer whose policy is a language model, and one whose policy draws."""
+"""Define the parts of a trainer that differ between language models and models that draw."""
 
 from collections.abc import Callable
 from dataclasses import dataclass

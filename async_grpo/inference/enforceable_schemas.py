@@ -94,7 +94,7 @@ def refuse_ignored_keywords(schema: Mapping[str, Any]) -> None:
         _refuse_pattern(path, part)
         branches = part.get("allOf")
         if isinstance(branches, list) and len(branches) > 1:
-            # xgrammar would accept any JSON. vLLM 0.32 refuses it, too, vLLM 0.31 does not
+            # xgrammar would enforce none of the schemas. Of the known vLLM versions, only 0.32 refuses this
             _refuse(path, "allOf with several schemas cannot be enforced")
         names = part.get("required")
         if isinstance(names, list) and "required" in _enforced_keywords(part):

@@ -10,7 +10,7 @@ only this process ends, and the request is refused. The engine later compiles th
 
 import json
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -31,8 +31,8 @@ from async_grpo.rewards.isolation.lines import Message
 # Maximum number of white-space characters in a row between two parts of JSON, enough for an indentation. Without a
 # limit, a policy that hesitates could write white space up to the last token of its turn
 MAX_WHITE_SPACE = 40
-# Maximum depths of nested objects and lists, beyond which vLLM 0.32 refuses schema and grammar. Compiling them takes much
-# time. vLLM 0.31 has no such limit
+# Maximum depths of objects and lists. vLLM 0.32 refuses schemas and grammars that are nested deeper, because they take long
+# to compile. vLLM 0.31 does not, so this process checks them
 MAX_SCHEMA_DEPTH = 64
 MAX_GRAMMAR_DEPTH = 80
 # White space that may stand between a thought and the answer
@@ -139,7 +139,7 @@ class GrammarHost:
         if request.tools:
             answers.append(self._calls(request))
         tag = {"type": "structural_tag", "format": _after_thought(request, _any_of(answers))}
-        _refuse_deep_nesting("description of a tool", tag, MAX_GRAMMAR_DEPTH)
+        _refuse_deep_nesting("grammar", tag, MAX_GRAMMAR_DEPTH)
         grammar = json.dumps(tag)
         try:
             self._compiler.compile_structural_tag(grammar)
@@ -203,13 +203,15 @@ def _enforceable_parameters(function: Mapping[str, Any]) -> dict[str, Any]:
 
 def _parts_of(value: Any) -> Iterator[dict[str, Any]]:
     """Yield every object in the format of an answer, without the objects in the schemas that the user wrote."""
-    if isinstance(value, dict):
-        yield value
-        is_schema = value.get("type") == "json_schema" and "json_schema" in value
-        value = [] if is_schema else list(value.values())
+    children: Iterable[Any] = ()
     if isinstance(value, list):
-        for item in value:
-            yield from _parts_of(item)
+        children = value
+    elif isinstance(value, dict):
+        yield value
+        has_schema = "json_schema" in value
+        children = () if has_schema else value.values()
+    for child in children:
+        yield from _parts_of(child)
 
 
 def _reason_of(error: RuntimeError) -> str:
@@ -219,11 +221,11 @@ def _reason_of(error: RuntimeError) -> str:
     return after_file.partition(": ")[2] if mark else line
 
 
-def _refuse_deep_nesting(what: str, value: Any, max_depth: int) -> None:
+def _refuse_deep_nesting(name: str, value: Any, max_depth: int) -> None:
     """Raise RequestRefused if objects and lists are nested too deeply in a schema or grammar."""
     if is_deeper(value, max_depth):
         raise RequestRefused(
-            f"the {what} is nested too deeply: objects and lists may be nested at most {MAX_SCHEMA_DEPTH} levels deep"
+            f"the {name} is nested too deeply: objects and lists may be nested at most {max_depth} levels deep"
         )
 
 

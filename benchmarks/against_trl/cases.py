@@ -94,7 +94,7 @@ SMOLLM2 = Case(
     mask_truncated=False,  # a completion that names the capital may be truncated after it
     checkpoint_every=1,
     gain=0.2,
-    # The first step gains a little more than 0.2. With 512 completions, an accuracy is known to 0.02
+    # The first step gains a little more than 0.2. With 512 completions, the standard error is 0.02
     heldout_completions=32,
     repetitions=3,
 )

@@ -1,4 +1,4 @@
-"""A wrong row is refused by `async-grpo run` within 10 s of its start, with file and line, and nothing is written."""
+"""A wrong row is refused by `async-grpo run` before it starts a worker, with file and line, and nothing is written."""
 
 import json
 import os
@@ -162,7 +162,7 @@ def test_there_are_forty_kinds():
     ids=["training", "held-out"],
 )
 @pytest.mark.parametrize("kind", ROWS)
-def test_a_wrong_row_is_refused_at_once_with_file_and_line(tmp_path, monkeypatch, capsys, kind, is_held_out):
+def test_a_wrong_row_is_refused_with_file_and_line(tmp_path, monkeypatch, capsys, kind, is_held_out):
     check_refusal(tmp_path, monkeypatch, capsys, kind, is_held_out)
 
 
@@ -178,7 +178,7 @@ def check_refusal(tmp_path, monkeypatch, capsys, kind: str, is_held_out: bool) -
     assert not (tmp_path / "out").exists()
 
 
-def test_the_command_refuses_a_wrong_row_at_once_and_ends_what_it_has_started(tmp_path):
+def test_the_command_refuses_a_wrong_row_before_it_starts_workers_and_ends_what_it_has_started(tmp_path):
     """All kinds are refused above; a program starts Ray meanwhile, and checks the rows in another process."""
     row, message, options = ROWS["a null answer there"]
     _, wrong = write(tmp_path, row)
@@ -188,6 +188,5 @@ def test_the_command_refuses_a_wrong_row_at_once_and_ends_what_it_has_started(tm
     assert done.returncode == 2 and f"{wrong}, line 4: " in done.stderr and message in done.stderr, (
         done.stderr
     )
-    # At once: before there are workers, which load models
     assert "starting workers" not in done.stderr
     assert left_behind(tmp_path) == [] and not (tmp_path / "out").exists()

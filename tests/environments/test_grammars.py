@@ -149,13 +149,22 @@ def deeply_nested(levels: int) -> dict:
         ),
         ({"type": "integer", "multipleOf": 3}, "the schema: multipleOf cannot be enforced"),
         ({"allOf": [{"type": "string"}, {"enum": ["a"]}]}, "allOf with several schemas cannot be enforced"),
-        (deeply_nested(100), "nested too deeply"),
+        (deeply_nested(64), "the schema is nested too deeply"),  # of 65 levels
     ],
 )
 def test_a_schema_that_cannot_be_enforced_is_refused_with_the_reason_and_the_way_out(here, schema, reason):
     with pytest.raises(RequestRefused) as refusal:
         run(grammars().grammar_of(TypedOutput(schema=json.dumps(schema)), None, ""))
     assert reason in str(refusal.value) and "--typed-output hint" in str(refusal.value)
+
+
+def test_the_deepest_schema_that_is_allowed_has_a_grammar_and_a_deeper_tool_has_none(here):
+    deepest = json.dumps(deeply_nested(63))
+    assert run(grammars().grammar_of(TypedOutput(schema=deepest), None, ""))
+    parameters = {"type": "object", "properties": {"a": deeply_nested(100)}}
+    tool = TOOL | {"function": {"name": "sub", "parameters": parameters}}
+    with pytest.raises(RequestRefused, match="the grammar is nested too deeply"):
+        run(grammars().grammar_of(TypedOutput(required_tools=("sub",)), [tool], ""))
 
 
 @pytest.mark.parametrize(

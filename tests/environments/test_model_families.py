@@ -251,6 +251,7 @@ def test_a_required_call_may_be_written_as_the_template_writes_it(name, tmp_path
     grammar = run(chat.grammars.grammar_of(typed, TOOLS, question))
     tokenizer = AutoTokenizer.from_pretrained(tmp_path)
     assert accepts(tokenizer, grammar, native.rstrip())
+    assert not accepts(tokenizer, grammar, native.rstrip() + native.rstrip())
     assert not accepts(tokenizer, grammar, native.rstrip().replace("get_weather", "get_news"))
     assert not accepts(tokenizer, grammar, as_thought(chat, question, "It is sunny."))
 

@@ -1,4 +1,4 @@
-"""Every name that the library imports from vLLM exists in each version that is known to work."""
+"""Every name of `from vllm... import` exists in each version that is known to work."""
 
 import ast
 import importlib

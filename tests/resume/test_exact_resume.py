@@ -106,7 +106,7 @@ CASES = [
     (2, 2, 1, 0, 1),
     pytest.param(1, 2, 2, 4, 1, marks=pytest.mark.exhaustive),
     pytest.param(3, 1, 2, 0, 2, marks=pytest.mark.exhaustive),
-    (7, 2, 1, 0, 2),
+    pytest.param(7, 2, 1, 0, 2, marks=pytest.mark.exhaustive),
 ]
 if KILLS := int(os.environ.get("RANDOM_KILLS", 0)):
     CASES = [
@@ -117,7 +117,6 @@ if KILLS := int(os.environ.get("RANDOM_KILLS", 0)):
     ]
 
 
-@pytest.mark.exhaustive
 @pytest.mark.timeout(7200)
 @pytest.mark.parametrize(("staleness", "ranks", "kills", "lora_rank", "passes"), CASES)
 def test_a_run_killed_at_random_moments_ends_as_one_that_was_not(

@@ -97,7 +97,6 @@ def both(tmp_path_factory):
     return on_two_ranks(work, folder, world_size=4), folder
 
 
-@pytest.mark.exhaustive
 def test_every_layout_takes_the_steps_of_one_rank(both, ranks):
     (found, held), folder = both
     expected, all_weights, canary, _ = trained(ranks, folder)

@@ -364,7 +364,6 @@ def two_ranks(tmp_path_factory):
     return on_two_ranks(work, tmp_path_factory.mktemp("ranks"), deadline_s=240)
 
 
-@pytest.mark.exhaustive
 @pytest.mark.parametrize("case", CASES)
 def test_every_pass_on_two_ranks_has_the_gradient_of_one_padded_pass(two_ranks, case):
     gradients, order, metrics = two_ranks[case]
