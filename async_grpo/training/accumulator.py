@@ -2,7 +2,7 @@
 
 import logging
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,8 +13,6 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
-from async_grpo.algorithm.off_policy import mismatch_report
-from async_grpo.algorithm.process_advantages import explained_variance
 from async_grpo.errors import NonFiniteGradient
 from async_grpo.messages import MicroBatch, dummy_micro_batch
 from async_grpo.metrics.memory_report import PEAK, memory_entry
@@ -27,15 +25,16 @@ from async_grpo.training.batch_tensors import BatchTensors
 from async_grpo.training.config import OptimizerConfig
 from async_grpo.training.critic import Critic
 from async_grpo.training.distributed import Ranks
+from async_grpo.training.gradient_norms import squared_norms
 from async_grpo.training.memory_cures import micro_batch_cure, update_cure
+from async_grpo.training.metric_totals import step_metrics
 from async_grpo.training.objective import Objective
+from async_grpo.training.optimizer import create_moments
 from async_grpo.training.rank_memory import RankMemory
 from async_grpo.training.sharding import release_gathered
 from async_grpo.training.whole_step import add_step_terms
 
 log = logging.getLogger(__name__)
-# Metrics that every step reports. If the loss does not compute one of them, it is reported as 0
-ALWAYS_REPORTED = ("avg_kl_div", "clip_frac_low", "clip_frac_high", "entropy", "ratio_mean", "ratio_max")
 
 
 @dataclass
@@ -75,6 +74,17 @@ class GradientAccumulator:
         self._totals: dict[str, Tensor] = {}
         # Returns unused main memory to the system after each micro-batch; None if micro-batches are computed on a GPU
         self._freed_memory = FreedMemory() if self.ranks.device.type == "cpu" else None
+
+    def make_moments(self) -> None:
+        """Create the moments of the optimizers, which are otherwise created at the end of the first step.
+
+        Raises:
+            OutOfMemory: They do not fit into the memory.
+        """
+        with self._naming_lack_for_update("while the optimizer's moments were created"):
+            create_moments(self.optimizer)
+            if self.critic is not None:
+                create_moments(self.critic.optimizer)
 
     def add(self, micro_batch: MicroBatch) -> None:
         """Run forward and backward of a micro-batch, or keep it until `finish` if the loss needs the whole step.
@@ -140,6 +150,13 @@ class GradientAccumulator:
             micro_batch_cure(self.config, on_gpu=self.ranks.device.type == "cuda"),
         )
 
+    def _naming_lack_for_update(self, activity: str) -> AbstractContextManager[None]:
+        """Return a context in which a lack of memory names the activity, which is part of an update of the weights."""
+        return naming_out_of_memory(
+            f"{activity}, on trainer rank {self.ranks.rank}",
+            update_cure(self.config, on_gpu=self.ranks.device.type == "cuda"),
+        )
+
     def finish(self) -> dict[str, Any]:
         """Scale, clip and apply the summed gradient.
 
@@ -180,10 +197,7 @@ class GradientAccumulator:
             update["passes_stopped"] = 1.0
             self.on_passes_stopped()
         elif count > 0:
-            with naming_out_of_memory(
-                f"in the optimizer step {self.steps}, on trainer rank {self.ranks.rank}",
-                update_cure(self.config, on_gpu=self.ranks.device.type == "cuda"),
-            ):
+            with self._naming_lack_for_update(f"in the optimizer step {self.steps}"):
                 update = self._update(
                     gradients, count, totals["backward_loss"], gradient_square, critic_square
                 )
@@ -191,7 +205,7 @@ class GradientAccumulator:
         if self._freed_memory is not None:
             self._freed_memory.release_after_step()
 
-        report: dict[str, Any] = _metrics(totals, histogram, count)
+        report: dict[str, Any] = step_metrics(totals, histogram, count)
         report |= update
         report["memory"] = self._memory_of_ranks()
         report["peak_memory_usage_GB"] = max(entry[PEAK] for entry in report["memory"].values())
@@ -225,7 +239,7 @@ class GradientAccumulator:
         totals = self._totals
         self._totals = {}
         histogram = totals.pop("histogram")
-        totals["gradient_square"] = _squares(gradients).sum().to(histogram.device) / self._num_copies
+        totals["gradient_square"] = squared_norms(gradients).sum().to(histogram.device) / self._num_copies
         if self.critic is not None:
             totals["critic_gradient_square"] = self.critic.gradient_square().to(histogram.device)
 
@@ -324,9 +338,9 @@ class GradientAccumulator:
 
         The difference is written into the tensors of `before`, so that no memory for a third copy is needed.
         """
-        squares_before = _squares(before)
+        squares_before = squared_norms(before)
         torch._foreach_sub_(before, after)
-        squares = torch.cat([squares_before, _squares(before)]) / self._num_copies
+        squares = torch.cat([squares_before, squared_norms(before)]) / self._num_copies
         no_maxima = squares[:0]
         summed_squares, _ = self.ranks.sum_and_max(squares, no_maxima)
         model_norms, delta_norms = summed_squares.sqrt().chunk(2)
@@ -356,43 +370,3 @@ class GradientAccumulator:
                 peak_bytes=peak, baseline_bytes=baseline, planned_bytes=planned
             )
         return entries
-
-
-def _squares(tensors: Sequence[Tensor]) -> Float64[Tensor, " tensors"]:
-    """Return the squared L2 norm of this rank's shard of each tensor."""
-    if not tensors:
-        return torch.zeros(0, dtype=torch.float64)
-    norms = torch._foreach_norm([local_shard(tensor) for tensor in tensors], 2, dtype=torch.float32)
-    return torch.stack(norms).double().square()
-
-
-def _metrics(totals: dict[str, float], histogram: Float64[Tensor, " bins"], count: float) -> dict[str, float]:
-    """Return the metrics of a step from its totals.
-
-    Losses are divided by `count`. Other metrics are means over tokens, or maxima.
-    """
-    totals = dict(totals)
-    mismatch_totals = {name: totals.pop(name) for name in list(totals) if name.startswith("mismatch_")}
-    num_tokens = totals.pop("tokens")
-    num_sequences = totals.pop("sequences")
-    totals.pop("groups", None)
-
-    metrics = {}
-    for name in ("avg_loss", "backward_loss"):
-        metrics[name] = totals.pop(name) / (count or 1.0)
-    means = dict.fromkeys(ALWAYS_REPORTED, 0.0)
-    for name, total in totals.items():
-        means[name] = total if name.endswith("_max") else total / max(1.0, num_tokens)
-    metrics |= means
-    metrics |= mismatch_report(mismatch_totals, histogram)
-    if "value_error" in means:
-        metrics["explained_variance"] = explained_variance(means)
-    metrics["avg_pg_clip"] = means["clip_frac_low"] + means["clip_frac_high"]
-    # The metrics of the mismatch between trainer and engine also count rejected tokens, `num_tokens` does not
-    num_compared = mismatch_totals["mismatch_tokens_sum"]
-    metrics["rejected_share"] = 1 - num_tokens / num_compared if num_compared else 0.0
-    metrics["num_non_masked_tokens"] = num_tokens
-    # The same number under a second name, which scripts may read
-    metrics["total_non_masked_tokens"] = num_tokens
-    metrics["num_non_masked_sequences"] = num_sequences
-    return metrics

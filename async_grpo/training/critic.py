@@ -12,6 +12,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from async_grpo.modeling import copies, local_shard
 from async_grpo.modeling.critic import CriticModel
 from async_grpo.training.batch_tensors import BatchTensors
+from async_grpo.training.gradient_norms import squared_norms
 from async_grpo.training.metric_totals import metric_totals
 from async_grpo.training.objective import Objective
 from async_grpo.training.sharding import release_gathered
@@ -70,9 +71,7 @@ class Critic:
 
     def gradient_square(self) -> Float64[Tensor, ""]:
         """Return the squared norm of the summed gradient, over the shards of this rank only."""
-        gradients = [local_shard(gradient) for gradient in self._gradients()]
-        norms = torch._foreach_norm(gradients, 2, dtype=torch.float32)
-        return torch.stack(norms).double().square().sum() / self._num_copies
+        return squared_norms(self._gradients()).sum() / self._num_copies
 
     def update(self, scale: float, gradient_square: float) -> dict[str, float]:
         """Take an optimizer step with the summed gradient.

@@ -16,7 +16,6 @@ from async_grpo.experience.config import BatchConfig
 from async_grpo.messages import MicroBatch
 from async_grpo.training.accumulator import GradientAccumulator
 from async_grpo.training.batch_tensors import BatchTensors
-from async_grpo.training.optimizer import optimizer_state
 
 log = logging.getLogger(__name__)
 
@@ -38,13 +37,7 @@ def try_largest(
         OutOfMemory: The micro-batch, together with the moments, does not fit into the memory.
     """
     begin = time.perf_counter()
-    optimizers = [accumulator.optimizer]
-    if accumulator.critic is not None:
-        optimizers.append(accumulator.critic.optimizer)
-    for optimizer in optimizers:
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                optimizer_state(optimizer, parameter)
+    accumulator.make_moments()
     micro_batch = largest_micro_batch(config, vocab_size, max_total_tokens)
     batch = BatchTensors(micro_batch, accumulator.policy.device)
     _add_step_terms(batch)

@@ -76,6 +76,13 @@ def optimizer_state(optimizer: Optimizer, parameter: Tensor) -> dict[str, Tensor
     return state
 
 
+def create_moments(optimizer: Optimizer) -> None:
+    """Create the initial moments of all parameters. Before the first step, a new optimizer has none."""
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            optimizer_state(optimizer, parameter)
+
+
 def build_policy_optimizer(
     policy: PolicyModel, config: OptimizerConfig, total_steps: int = 0
 ) -> tuple[Optimizer, LambdaLR]:

@@ -87,9 +87,7 @@ class Trainer:
 
         If the run is asked to end early, for example by SIGTERM, save only a checkpoint.
         """
-        with naming_out_of_memory("in the self-test of the first weight sync", SENDING):
-            self._proof = self._send_after_self_test()
-        self.source.start()
+        self._begin()
         while self.version < self.num_steps:
             clock = StepClock(self.ranks)
             step_end = self._accumulate_until_step_end(clock)
@@ -104,6 +102,14 @@ class Trainer:
                 self._save_if_due()
             self._write_line(step_end, metrics | clock.report())
         self._finish()
+
+    def _begin(self) -> None:
+        """Send the first weights, and let the first completions begin."""
+        with naming_out_of_memory("in the self-test of the first weight sync", SENDING):
+            self._proof = self._send_after_self_test()
+        self.source.start()
+        # This takes seconds for a large model. Meanwhile the first completions are generated
+        self.accumulator.make_moments()
 
     def _accumulate_until_step_end(self, clock: "StepClock") -> StepEnd | None:
         """Accumulate gradients until the step ends.

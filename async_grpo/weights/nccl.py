@@ -20,7 +20,8 @@ from async_grpo.protocols import Engines, TensorRecord, WeightPackage
 from async_grpo.weights.delta_tensors import KEEP, SentTensors
 from async_grpo.weights.in_thread import in_thread
 from async_grpo.weights.package import SELF_TEST, record
-from async_grpo.weights.publisher import Delivery, Publisher
+from async_grpo.weights.packed_round import Delivery
+from async_grpo.weights.publisher import Publisher
 from async_grpo.weights.traffic import Traffic
 
 log = logging.getLogger(__name__)
@@ -168,7 +169,7 @@ class NCCLPublisher(Publisher):
     during the transfer, all engines that wait for the same broadcast are lost as well, and are restarted.
     """
 
-    asks_before_sending = False
+    packs_before_sending = False
     _sender: Any = None  # vLLM's trainer-side transfer engine; None without a group
     _join: concurrent.futures.Future  # set when the trainer has joined the group that is being built
     _members: Mapping[str, int] | None = None  # members of the NCCL group: worker id -> number of processes
@@ -209,8 +210,8 @@ class NCCLPublisher(Publisher):
         receipts = engines.each("receipt", draft.canary_texts)
         if not receipts and not draft.for_late and draft.version <= 0:
             raise WorkerLost(f"no engine took the weights of version {draft.version}: see the log")
-        package = replace(draft, manifest=self._source.sent)
-        return lambda: (package, receipts)
+        manifest = self._source.sent
+        return lambda draft: (replace(draft, manifest=manifest), receipts)
 
     def _begin_transfer(self, draft: WeightPackage, weights: Mapping[str, torch.Tensor]) -> None:
         """Choose whether the weights travel whole or as changes. Called on rank 0.

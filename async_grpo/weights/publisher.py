@@ -8,37 +8,38 @@ optimizer step is taken before the weights are proven.
 """
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
 
-from async_grpo.errors import WeightsDidNotLand
 from async_grpo.modeling import MergedWeight, full_tensor
 from async_grpo.protocols import Engines, Proof, Receipt, TensorRecord, WeightPackage
 from async_grpo.weights.canary import Canary
 from async_grpo.weights.config import WeightConfig
 from async_grpo.weights.in_thread import sync_in_thread
-from async_grpo.weights.observed_rounding import with_observed_rounding
+from async_grpo.weights.judge_receipts import Differences, judge_receipts
 from async_grpo.weights.package import (
     SELF_TEST,
     canary_differences,
     canary_miss,
     pack_weights,
-    prove_landed,
     record,
     refuse_no_tensors,
     split_into_chunks,
 )
+from async_grpo.weights.packed_round import Delivery, PackedRound, selected
 from async_grpo.weights.self_test import (
     MIN_TOLERANCE,
     ORIGINALS_BYTES,
     SENSITIVITIES,
     UNCHANGED_ALLOWED,
+    groups_within,
     measure_sensitivity,
     perturbed,
     round_tolerance,
@@ -47,10 +48,6 @@ from async_grpo.weights.self_test import (
 from async_grpo.weights.sent_chunks import SentChunks
 from async_grpo.weights.traffic import Traffic
 from async_grpo.weights.unread_tensors import UnreadTensors
-
-Differences = dict[str, np.ndarray]  # worker id -> canary log-probs (N,) of the worker minus the trainer's
-# Delivers weights; returns their package, and the workers' receipts by worker id
-Delivery = Callable[[], tuple[WeightPackage, Mapping[str, Receipt]]]
 
 
 @dataclass
@@ -71,7 +68,9 @@ class Publisher:
     # Yields the (name, tensor) pairs that change from step to step, such as those of an adapter. Without a self-test,
     # only these are sent. None if all weights change
     named_updates: Callable[[Any], Iterator[tuple[str, torch.Tensor]]] | None = None
-    asks_before_sending = True  # whether a package without tensors can be delivered, to ask for log-probs
+    # Whether `_send` only packs the weights, and its result sends them. If so, a package without tensors can be delivered,
+    # to ask for log-probs
+    packs_before_sending = True
     chunk_bytes = 256 << 20
     originals_bytes = ORIGINALS_BYTES
 
@@ -82,6 +81,8 @@ class Publisher:
         self._unchanged_sensitivity = 0.0
         # Log-probs (N,) and sensitivity of the first weights, from `prepare`; None before `prepare` and after their use
         self._prepared: tuple[np.ndarray, float] | None = None
+        # The round of the self-test that `prepare` has packed; None if it packed none, and after its use
+        self._prepared_round: PackedRound | None = None
         self._unread = UnreadTensors()  # complete only on rank 0
         self._last_differences: Differences = {}  # canary differences at each worker's last proof
         self._traffic = Traffic()
@@ -93,15 +94,19 @@ class Publisher:
         self._proof: Proof = dict
 
     def prepare(self, model: nn.Module) -> None:
-        """Compute the canary log-probs of the first weights and their sensitivity, while engines load. A collective.
+        """Compute what the first self-test needs, while engines load. A collective.
 
-        The weights must not change between this call and the first sync.
+        This is: the canary log-probs of the first weights, their sensitivity, and, if the self-test will have a single
+        round of changed weights, this round. The weights must not change between this call and the first sync.
         """
+        weights = dict(self.named_weights(model))
         expected = self.canary.expected(model)
-        sensitivity = 0.0
-        if self.config.canary_tolerance is None:
-            sensitivity = self._sensitivity(model, expected, dict(self.named_weights(model)))
-        self._prepared = (expected, sensitivity)
+        self._prepared = (expected, self._sensitivity(model, expected, weights))
+        # In bfloat16, the rounds depend on what the engines can read back
+        is_float32 = self.wire_dtype is torch.float32
+        has_single_round = is_float32 and len(groups_within(weights, self.originals_bytes)) == 1
+        if has_single_round and self.packs_before_sending:
+            self._prepared_round = self._pack_round(model, weights, weights, weights, dict)
 
     def publish(self, model: nn.Module, version: int, *, self_test: bool = False) -> Proof:
         """Make `version` the policy with which all engines generate. A collective: every rank must call it.
@@ -183,18 +188,51 @@ class Publisher:
         for names in rounds(
             weights, self.originals_bytes, self.wire_dtype, unread, self.canary.max_over_ranks
         ):
-            # Keep the order of `weights`, not of the set: the noise depends on it, and must be equal on every rank
-            changed_weights = {name: weight for name, weight in weights.items() if name in names}
-            with perturbed(changed_weights):
-                changed = self._draft_of_round(model, weights, wait_for_proof)
-                # Each round also sends the original values of the tensors that the round before has changed
-                names_to_send = changed_before | names
-                weights_to_send = {name: weight for name, weight in weights.items() if name in names_to_send}
-                # Once this returns, the weights are copied or sent, so the end of the block may restore the originals
-                prove = self._transact(changed, weights_to_send)
-                wait_for_proof = self._finish_in_thread(prove)
+            # Each round also sends the original values of the tensors that the round before has changed
+            names_to_send = changed_before | names
+            packed = self._prepared_round or self._pack_round(
+                model, weights, names, names_to_send, wait_for_proof
+            )
+            self._prepared_round = None
+            wait_for_proof()
+            draft = replace(packed.draft, tolerance=self._tolerance_of(packed))
+            wait_for_proof = self._finish_in_thread(partial(self._complete, draft, packed.deliver))
             changed_before = names
         return wait_for_proof
+
+    def _pack_round(
+        self,
+        model: nn.Module,
+        weights: Mapping[str, torch.Tensor],
+        names_to_change: Collection[str],
+        names_to_send: Collection[str],
+        wait_for_last_round: Callable[[], Any],
+    ) -> PackedRound:
+        """Change some weights, pack what a round of the self-test sends, and restore the weights. A collective.
+
+        It waits for the last round before it packs, because some transports send what they pack at once.
+        """
+        # Keep the order of `weights`, not of the names: the noise depends on it, and must be equal on every rank
+        with perturbed(selected(weights, names_to_change)):
+            expected = self.canary.expected(model)
+            sensitivity = self._sensitivity(model, expected, weights)
+            wait_for_last_round()
+            draft = self._package(SELF_TEST, expected, tolerance=0.0)  # the tolerance is not known yet
+            weights_to_send = selected(weights, names_to_send)
+            refuse_no_tensors(weights_to_send)
+            # Once this returns, the weights are copied or sent, so the end of the block may restore the originals
+            return PackedRound(draft, sensitivity, self._send(draft, weights_to_send))
+
+    def _tolerance_of(self, packed: PackedRound) -> float:
+        """Return the tolerance of a round of the self-test. It depends on the result of the first round."""
+        if self.config.canary_tolerance is not None:
+            return self.config.canary_tolerance
+        return round_tolerance(
+            sensitivity=packed.sensitivity,
+            unchanged_sensitivity=self._unchanged_sensitivity,
+            unchanged_difference=self._rounding,
+            wire_dtype=self.wire_dtype,
+        )
 
     def _finish_in_thread(self, call: Callable[[], Any]) -> Callable[[], Any]:
         """Do the rest of a round of the self-test in a thread, and return a function that waits for its result."""
@@ -210,7 +248,7 @@ class Publisher:
         loses them would be ignored. Unchanged ones are already in the engine, so it does not differ, and is checked later.
         """
         # Engines of a run with an adapter compute nothing before the first sync has brought it
-        cannot_ask = self.named_updates is not None or self._for_late or not self.asks_before_sending
+        cannot_ask = self.named_updates is not None or self._for_late or not self.packs_before_sending
         if cannot_ask or self.config.canary_tolerance is not None or self.wire_dtype is not torch.float32:
             return False
         ask = self._transact(unchanged, {}, with_proof=False)
@@ -221,30 +259,6 @@ class Publisher:
         if have_weights:
             self._remember(differences)
         return bool(have_weights)
-
-    def _draft_of_round(
-        self,
-        model: nn.Module,
-        weights: Mapping[str, torch.Tensor],
-        wait_for_last_round: Callable[[], Any],
-    ) -> WeightPackage:
-        """Return the package of a round of the self-test, without its tensors. A collective.
-
-        The tolerance depends on the first round's result, so this waits for the round before, but computes all else first.
-        """
-        expected = self.canary.expected(model)
-        if self.config.canary_tolerance is not None:
-            wait_for_last_round()
-            return self._package(SELF_TEST, expected, self.config.canary_tolerance)
-        sensitivity = self._sensitivity(model, expected, weights)
-        wait_for_last_round()
-        tolerance = round_tolerance(
-            sensitivity=sensitivity,
-            unchanged_sensitivity=self._unchanged_sensitivity,
-            unchanged_difference=self._rounding,
-            wire_dtype=self.wire_dtype,
-        )
-        return self._package(SELF_TEST, expected, tolerance)
 
     def _draft(self, model: nn.Module, version: int) -> WeightPackage:
         """Return a package, still without tensors, with the trainer's canary log-probs and their tolerance."""
@@ -282,7 +296,12 @@ class Publisher:
     def _sensitivity(
         self, model: nn.Module, expected: np.ndarray, weights: Mapping[str, torch.Tensor]
     ) -> float:
-        """Return how much rounding changes the canary's log-probs under the model's current weights. A collective."""
+        """Return how much rounding changes the canary's log-probs under the model's current weights. A collective.
+
+        With `--canary-tolerance` it is not needed, so this returns 0.
+        """
+        if self.config.canary_tolerance is not None:
+            return 0.0
         return measure_sensitivity(lambda: self.canary.expected(model), expected, weights, self.wire_dtype)
 
     def _remember(self, differences: Differences) -> None:
@@ -307,59 +326,32 @@ class Publisher:
         """
         if with_proof:
             refuse_no_tensors(weights)
-        deliver = self._send(draft, weights)
-        engines = self.engines
+        return partial(self._complete, draft, self._send(draft, weights), with_proof=with_proof)
 
-        def prove() -> Differences:
-            if deliver is None or engines is None:
-                return {}
-            try:
-                package, receipts = deliver()
-                if with_proof:
-                    differences = self._judge(engines, package, receipts)
-                else:
-                    differences = canary_differences(package, receipts)
-                engines.commit(package, list(differences))
-            except BaseException as error:
-                # If `abort` fails as well, its error must not replace `error`, which is raised below
-                with suppress(Exception):
-                    engines.abort(error)
-                raise
-            return differences
-
-        return prove
-
-    def _judge(
-        self, engines: Engines, package: WeightPackage, receipts: Mapping[str, Receipt]
+    def _complete(
+        self, draft: WeightPackage, deliver: Delivery | None, *, with_proof: bool = True
     ) -> Differences:
-        """Fence the workers that fail the proof, and return the differences of all others.
-
-        Raises:
-            WeightsDidNotLand: All workers failed, so the fault is not that of a single worker. A sync for workers that
-                joined late does not raise it.
-        """
-        is_self_test = package.version == SELF_TEST
-        # The changed weights of a self-test cause other rounding errors, which the last differences would not cancel
-        last_differences = {} if is_self_test else self._last_differences
-        differences = Differences()
-        failures: dict[str, WeightsDidNotLand] = {}
-        for worker_id, receipt in receipts.items():
-            if is_self_test:
-                received, _ = receipt
-                self._unread.add(worker_id, received)
-            try:
-                last = last_differences.get(worker_id, 0.0)
-                package_to_prove = package
-                if not self._has_proof and self.config.canary_tolerance is None:
-                    # Accept an engine that rounds more than expected, if the read-back shows that it uses all weights
-                    package_to_prove = with_observed_rounding(package, worker_id, receipt, self.wire_dtype)
-                differences[worker_id] = prove_landed(package_to_prove, worker_id, receipt, last)
-            except WeightsDidNotLand as error:
-                failures[worker_id] = error
-        if failures and not differences and not package.for_late:
-            raise next(iter(failures.values()))
-        for worker_id, failure in failures.items():
-            engines.fence(worker_id, failure)
+        """Deliver packed weights, prove that they landed, and commit; see `_transact` and `judge_receipts`."""
+        engines = self.engines
+        if deliver is None or engines is None:
+            return {}
+        try:
+            package, receipts = deliver(draft)
+            if with_proof:
+                # At first, an engine may round more than expected
+                may_round_more = not self._has_proof and self.config.canary_tolerance is None
+                wire_dtype = self.wire_dtype if may_round_more else None
+                differences = judge_receipts(
+                    engines, package, receipts, self._last_differences, self._unread, wire_dtype
+                )
+            else:
+                differences = canary_differences(package, receipts)
+            engines.commit(package, list(differences))
+        except BaseException as error:
+            # If `abort` fails as well, its error must not replace `error`, which is raised below
+            with suppress(Exception):
+                engines.abort(error)
+            raise
         return differences
 
     def _send(self, draft: WeightPackage, weights: Mapping[str, torch.Tensor]) -> Delivery | None:
@@ -376,7 +368,7 @@ class Publisher:
         chunks = split_into_chunks(weights, self.chunk_bytes, self.wire_dtype)
         packed = [pack_weights(chunk, self.wire_dtype) for chunk in chunks]
 
-        def deliver() -> tuple[WeightPackage, Mapping[str, Receipt]]:
+        def deliver(draft: WeightPackage) -> tuple[WeightPackage, Mapping[str, Receipt]]:
             manifest: dict[str, TensorRecord] = {}
             references = []
             digests = []

@@ -10,7 +10,8 @@ import torch
 
 from async_grpo.errors import WeightsDidNotLand
 from async_grpo.protocols import Engines, WeightPackage
-from async_grpo.weights.publisher import Delivery, Publisher
+from async_grpo.weights.packed_round import Delivery
+from async_grpo.weights.publisher import Publisher
 
 
 class SharedFilesPublisher(Publisher):
@@ -48,9 +49,9 @@ class SharedFilesPublisher(Publisher):
         if deliver is None:
             return None
 
-        def deliver_files() -> tuple[WeightPackage, Mapping]:
+        def deliver_files(draft: WeightPackage) -> tuple[WeightPackage, Mapping]:
             try:
-                return deliver()
+                return deliver(draft)
             finally:
                 while self._written:
                     self._written.pop().unlink(missing_ok=True)

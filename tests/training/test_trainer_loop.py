@@ -48,7 +48,7 @@ def test_two_steps_in_order_and_a_line_of_what_every_room_had_to_say(ranks):
     trainer(script, ranks, 2).run()
     taken, policy, proven = [call.next_message(0), call.add(BATCH)], "the policy", call.proof()
     assert script.mock_calls == [
-        *[call.publish(policy, 0, self_test=True), proven, call.start()],
+        *[call.publish(policy, 0, self_test=True), proven, call.start(), call.make_moments()],
         *[*taken * 3, call.next_message(0), proven, call.finish(), call.publish(policy, 1, self_test=False)],
         *[proven, call.after_step(1), call.save_if_due(policy, 8), call.write(ANY)],
         *[*taken, call.next_message(0), proven, call.finish(), call.publish(policy, 2, self_test=False)],
@@ -85,7 +85,7 @@ def test_for_workers_that_joined_the_weights_are_published_once_more_in_the_midd
     trainer(script, ranks, 1).run()
     taken, policy = [call.next_message(0), call.add(BATCH)], "the policy"
     joined = [call.next_message(0), call.publish(policy, 0, self_test=True), call.proof()]
-    assert script.mock_calls[3:10] == [*taken, *joined, *taken]
+    assert script.mock_calls[4:11] == [*taken, *joined, *taken]
 
 
 def test_weights_that_do_not_land_end_the_run_before_the_next_optimizer_step(ranks):

@@ -242,8 +242,24 @@ def test_the_first_weights_that_were_prepared_have_the_same_tolerances_and_are_n
         # The second sync computes its own log-probs, not those that were prepared
         assert len(forwards) == num_forwards[-1] + 1
     assert tolerances[0] == tolerances[1]
-    # The changed weights need two forward passes: one of them, and one with their last bits flipped
-    assert num_forwards == [2 + 2, 2]
+    # Each of the first and the changed weights need two forward passes: one of them, and one with their last bits flipped.
+    # All of them were prepared
+    assert num_forwards == [2 + 2, 0]
+
+
+def test_in_bfloat16_the_first_weights_are_prepared_and_no_round_whose_tensors_depend_on_the_engines():
+    _, sender, policy = synced()
+    sender.prepare(policy)
+    assert sender._prepared is not None and sender._prepared_round is None
+
+
+def test_rounds_that_do_not_fit_into_memory_together_are_packed_one_after_the_other():
+    engine, sender, policy = synced(layers=2, dtype=torch.float32)
+    sender.originals_bytes = 1  # each layer has a round of its own
+    sender.prepare(policy)
+    assert sender._prepared_round is None
+    sender.publish(policy, 0, self_test=True)()
+    assert len(engine.healthy) == 3
 
 
 def test_a_tolerance_that_is_given_is_the_one_that_counts():

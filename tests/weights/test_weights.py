@@ -91,10 +91,16 @@ def test_shared_bytes_are_readable_by_path_and_gone_afterwards():
     assert not Path(path).exists()
 
 
-def test_a_self_test_comes_first_and_leaves_the_model_as_it_was():
+@pytest.mark.parametrize("is_prepared", [False, True])
+def test_a_self_test_comes_first_and_leaves_the_model_as_it_was(is_prepared):
     link, model = FakeLink(), TwoLayers()
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    publisher(link).publish(model, 0, self_test=True)()
+    sender = publisher(link)
+    if is_prepared:
+        sender.prepare(model)
+        assert not link.log
+        assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
+    sender.publish(model, 0, self_test=True)()
     # The engine's weights are the trainer's, so that it is only asked; then every tensor is changed
     asked, changed = (("deliver", SELF_TEST, num_chunks) for num_chunks in (0, 1))
     end = ("commit", SELF_TEST, ["g0"])
@@ -188,14 +194,36 @@ def test_chunks_keep_to_their_size(monkeypatch):
     assert link.log[0] == ("deliver", 3, 3)  # 256 | 32 + 160 | 20 bytes
 
 
+@pytest.mark.parametrize("is_prepared", [False, True])
 @pytest.mark.parametrize("name", ["first.weight", "first.bias", "second.weight", "second.bias"])
-def test_a_tensor_that_is_lost_or_not_used_is_noticed(name):
+def test_a_tensor_that_is_lost_or_not_used_is_noticed(name, is_prepared):
     """The engine starts from the same checkpoint: without the self-test one that is not used would not show yet."""
     with pytest.raises(WeightsDidNotLand, match=f"missing: {name}"):
         publisher(FakeLink(loses=name)).publish(TwoLayers(), 0)()
     publisher(FakeLink(ignores=name)).publish(TwoLayers(), 0, self_test=False)()
+    sender, model = publisher(FakeLink(ignores=name)), TwoLayers()
+    if is_prepared:
+        sender.prepare(model)
     with pytest.raises(WeightsDidNotLand, match="the start-up self-test unchanged, but its log-probs differ"):
-        publisher(FakeLink(ignores=name)).publish(TwoLayers(), 0, self_test=True)()
+        sender.publish(model, 0, self_test=True)()
+
+
+def test_a_round_that_was_prepared_changes_the_same_weights_as_one_that_was_not():
+    delivered = []
+    for is_prepared in (False, True):
+        link, model = FakeLink(), TwoLayers()
+        sender = publisher(link)
+        if is_prepared:
+            sender.prepare(model)
+        deliver = link.deliver
+
+        def kept(package, deliver=deliver):
+            delivered.append((package.version, [bytes(chunk) for chunk in package.chunks], package.tolerance))
+            return deliver(package)
+
+        link.deliver = kept
+        sender.publish(model, 0, self_test=True)()
+    assert len(delivered) == 6 and delivered[:3] == delivered[3:]
 
 
 class SlowLink(FakeLink):
