@@ -12,6 +12,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
+from async_grpo.experience.dataset import PromptCursor, Question
 from benchmarks.against_trl.cases import REWARDS, ROOT, Case
 from benchmarks.control_plane import MARK, cpu_seconds, lines
 
@@ -165,6 +168,7 @@ def trl_command(case: Case, seed: int, place: Place) -> list[str]:
         "steps": case.warm_up + case.steps,
         "model": str(place.model),
         "data": str(case.train),
+        "questions": question_order(case, seed),
         "seed": seed,
         "cores": place.cores,
     }
@@ -174,6 +178,18 @@ def trl_command(case: Case, seed: int, place: Place) -> list[str]:
         *[str(place.trl), "-m", "benchmarks.against_trl.trl_side"],
         *[str(place.folder / "settings.json"), str(answer)],
     ]
+
+
+def question_order(case: Case, seed: int) -> list[int]:
+    """Return the rows of the task in the order in which this library draws them, so that TRL gets the same.
+
+    The first step of SmolLM2 trains 8 of 34 questions, and what it gains depends on which ones they are.
+    """
+    num_rows = len(case.train.read_text().splitlines())
+    no_tokens = np.zeros(0, np.int32)
+    cursor = PromptCursor([Question(no_tokens, {"number": number}) for number in range(num_rows)], seed)
+    num_drawn = (case.warm_up + case.steps) * case.prompts
+    return [next(cursor).row["number"] for _ in range(num_drawn)]
 
 
 def trl(command: list[str], case: Case, place: Place) -> Steps:

@@ -100,7 +100,10 @@ def main() -> None:
         model=settings["model"],
         processing_class=tokenizer,
         reward_funcs=reward.as_function(),
-        train_dataset=Dataset.from_list([row | {"prompt": row["input"]} for row in rows]),
+        # One row for each prompt of the run, in the order of the other side
+        train_dataset=Dataset.from_list(
+            [rows[number] | {"prompt": rows[number]["input"]} for number in settings["questions"]]
+        ),
         callbacks=[clock],
         peft_config=adapter(settings["lora_rank"]),
         args=configuration(settings, answer.parent),
@@ -175,6 +178,7 @@ def configuration(settings: dict[str, Any], folder: Path) -> GRPOConfig:
         adam_beta2=0.95,  # this library's default
         max_grad_norm=1.0,
         seed=settings["seed"],
+        shuffle_dataset=False,
         beta=0.0,
         temperature=1.0,
         disable_dropout=True,

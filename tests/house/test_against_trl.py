@@ -5,6 +5,7 @@ import math
 import statistics
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -39,6 +40,18 @@ def test_a_ratio_pairs_the_two_sides_of_one_repetition_and_leaves_out_what_has_n
     rows += [row("ours S=1", 2, 99), row("TRL", 0, 1, case="slow")]
     assert report.ratios(rows, "short", "ours S=1") == [3.0, 0.5]
     assert "| short | ours S=1 | 30.0 (20.0 to 99.0) | 1.75 (0.50 to 3.00) |" in report.table(rows)
+
+
+def test_both_sides_get_the_same_questions_in_the_same_order(tmp_path, monkeypatch):
+    questions = tmp_path / "capitals_train.jsonl"
+    questions.write_text("".join(json.dumps({"number": number}) + "\n" for number in range(5)))
+    monkeypatch.setattr(Case, "train", questions)
+    case = Case("", steps=2, warm_up=1, minutes=1, prompts=4)
+    order = sides.question_order(case, seed=3)
+    # The order that numpy gives for each epoch, without this library
+    epochs = [np.random.default_rng((3, epoch)).permutation(5).tolist() for epoch in range(3)]
+    assert order == [number for epoch in epochs for number in epoch][:12]
+    assert order != sides.question_order(case, seed=4)
 
 
 def test_the_window_begins_when_the_warm_up_ends_and_what_comes_after_it_does_not_count(
