@@ -33,6 +33,7 @@ from async_grpo.training.distributed import distributed_run
 from async_grpo.types import PROMPT_TOKEN
 from benchmarks.against_trl.cases import CASES, ROOT
 from benchmarks.against_trl.models import model_folder
+from benchmarks.against_trl.sides import question_order
 
 CASE = CASES["smollm2-lora"]
 SEQUENCES_PER_MICRO_BATCH = 16
@@ -45,6 +46,7 @@ def run_trl(folder: Path, model: Path, python: Path) -> None:
         "steps": 1,
         "model": str(model),
         "data": str(CASE.train),
+        "questions": question_order(CASE, seed=0),
         "seed": 0,
         "cores": torch.get_num_threads(),
     }

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from datasets import Dataset
 from safetensors.torch import save_file
 from transformers import AutoTokenizer, TrainerCallback
 from trl import GRPOTrainer
@@ -66,7 +65,7 @@ def main() -> None:
         model=settings["model"],
         processing_class=tokenizer,
         reward_funcs=record_rewards,
-        train_dataset=Dataset.from_list([row | {"prompt": row["input"]} for row in rows]),
+        train_dataset=trl_side.questions_in_order(settings, rows),
         callbacks=[Recorder(folder)],
         peft_config=trl_side.adapter(settings["lora_rank"]),
         args=trl_side.configuration(settings, folder),

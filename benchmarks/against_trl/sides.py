@@ -183,7 +183,7 @@ def trl_command(case: Case, seed: int, place: Place) -> list[str]:
 def question_order(case: Case, seed: int) -> list[int]:
     """Return the rows of the task in the order in which this library draws them, so that TRL gets the same.
 
-    The first step of SmolLM2 trains 8 of 34 questions, and what it gains depends on which ones they are.
+    The first step of SmolLM2 trains 8 of 34 questions. With other questions on the two sides, chance would part them.
     """
     num_rows = len(case.train.read_text().splitlines())
     no_tokens = np.zeros(0, np.int32)

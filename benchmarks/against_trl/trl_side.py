@@ -100,10 +100,7 @@ def main() -> None:
         model=settings["model"],
         processing_class=tokenizer,
         reward_funcs=reward.as_function(),
-        # One row for each prompt of the run, in the order of the other side
-        train_dataset=Dataset.from_list(
-            [rows[number] | {"prompt": rows[number]["input"]} for number in settings["questions"]]
-        ),
+        train_dataset=questions_in_order(settings, rows),
         callbacks=[clock],
         peft_config=adapter(settings["lora_rank"]),
         args=configuration(settings, answer.parent),
@@ -139,6 +136,13 @@ def rows_with_prompts(settings: dict[str, Any], tokenizer: Any) -> list[dict[str
         if tokenizer(row["input"])["input_ids"] != row["input_token_ids"]:
             raise SystemExit("TRL would read other prompts than ours")
     return rows
+
+
+def questions_in_order(settings: dict[str, Any], rows: list[dict[str, Any]]) -> Dataset:
+    """Return one row for each prompt of the run, in the order in which this library draws them."""
+    return Dataset.from_list(
+        [rows[number] | {"prompt": rows[number]["input"]} for number in settings["questions"]]
+    )
 
 
 def end_tokens(model: str) -> list[int]:

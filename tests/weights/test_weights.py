@@ -172,6 +172,19 @@ def test_a_worker_whose_weights_do_not_land_is_fenced_unless_all_fail_alike():
         sender.publish(model, 2)()
 
 
+def test_the_round_that_was_prepared_is_sent_once_and_a_late_worker_gets_one_of_the_present_weights():
+    link, model = FakeLink(), TwoLayers()
+    sender = publisher(link)
+    sender.prepare(model)
+    sender.publish(model, 0, self_test=True)()
+    with torch.no_grad():
+        model.first.weight += 0.01
+    link.log = []
+    assert sender.publish(model, 1, self_test=True)()["canary_error"] < 1e-5
+    delivered = [entry[1:] for entry in link.log if entry[0] == "deliver"]
+    assert delivered == [(SELF_TEST, 1), (SELF_TEST, 1), (1, 1)]  # unchanged, changed, the version
+
+
 def test_a_worker_that_joined_late_and_fails_the_self_test_is_fenced_and_the_run_goes_on():
     link, model = FakeLink(), TwoLayers()
     sender = publisher(link)
